@@ -11,8 +11,8 @@ from updates import LEARNING_RATE, MAX_GRAD_NORM, Call, Clock, Result, main
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.models.formats.load import load_model
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.train.config import Config
 from lightning_jax.train.updaters import phase_updater
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from lightning_jax.rl import algorithms as algorithms
     from lightning_jax.rl import credit as credit
     from lightning_jax.rl import losses as losses
-    from lightning_jax.rl.batch import TrainingSequence as TrainingSequence
     from lightning_jax.rl.config import AlgorithmConfig as AlgorithmConfig
     from lightning_jax.rl.config import BatchConfig as BatchConfig
     from lightning_jax.rl.config import OptimizerConfig as OptimizerConfig
     from lightning_jax.rl.learner import Learner as Learner
     from lightning_jax.rl.multi_policy.prepare import prepare_policies as prepare  # noqa: F401
+    from lightning_jax.rl.sequence import TrainingSequence as TrainingSequence
     from lightning_jax.rollouts.collect import run_rollouts as run_rollouts
     from lightning_jax.rollouts.config import JudgeConfig as JudgeConfig
     from lightning_jax.rollouts.config import RewardConfig as RewardConfig
@@ -100,7 +100,7 @@ _MODULES = {
     "Span": "types",
     "Transition": "types",
     "Trajectory": "types",
-    "TrainingSequence": "rl.batch",
+    "TrainingSequence": "rl.sequence",
     # Errors.
     "UserError": "errors",
     "ConfigError": "settings",

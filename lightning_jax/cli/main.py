@@ -217,9 +217,6 @@ def _help(arguments: argparse.Namespace) -> int:
     return 0
 
 
-WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, run_studio, run_worker, _help)
-
-
 def _train(arguments: argparse.Namespace) -> int:
     """Train the agent that the settings name on the tasks of data.root or data.load.
 
@@ -343,6 +340,9 @@ def _view(arguments: argparse.Namespace) -> int:
         html=arguments.html,
     )
     return 0
+
+
+WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, run_studio, run_worker, _view, _help)
 
 
 def _fail(message: str, code: int) -> int:

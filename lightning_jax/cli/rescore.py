@@ -11,7 +11,7 @@ from statistics import fmean
 from rich.console import Console
 
 from lightning_jax.errors import UserError
-from lightning_jax.models.formats.load import load_tokenizer
+from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.rollouts.config import AGENT
 from lightning_jax.rollouts.rewards import component_metrics, flipped, rank_correlation
 from lightning_jax.rollouts.scoring import Scorer, make_scorer

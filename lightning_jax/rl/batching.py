@@ -3,60 +3,24 @@
 Each shared token appears once, and each sampled token is one target.
 """
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.batch import (
-    Batch,
-    DistinctTargets,
-    StateBatch,
-    StateValues,
-    TeacherBatch,
-    TrainingSequence,
-)
+from lightning_jax.rl.batch import Batch, DistinctTargets, StateBatch, TeacherBatch
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.packing import Path, PathForest, Row, common_prefix, pack_rows
+from lightning_jax.rl.sequence import StateValues, TrainingSequence
 from lightning_jax.rl.token_weights import token_weights, weigh_states
 from lightning_jax.types import Advantage, Trajectory
 
 TOO_LARGE = ("too_long", "too_many_targets")
 DROP_REASONS: tuple[str, ...] = (*TOO_LARGE, "empty_response", "all_forced", "zero_advantage")
-
-
-def drop_stale(
-    trajectories: Sequence[Trajectory],
-    advantages: Sequence[tuple[Any, ...]],
-    *,
-    policy_version: int,
-    max_staleness: int,
-) -> tuple[list[Trajectory], list[tuple[Any, ...]], int]:
-    """Drop stale calls and return (trajectories, advantages, number of calls dropped).
-
-    `advantages` may hold any one value per call. A call's staleness is that of its oldest token, in
-    trainer steps before `policy_version`. Compute advantages first, because a dropped call still
-    counts in its rollout's return.
-    """
-    kept_trajectories, kept_advantages, num_dropped = [], [], 0
-    for trajectory, values in zip(trajectories, advantages, strict=True):
-        pairs = [
-            (transition, value)
-            for transition, value in zip(trajectory.transitions, values, strict=True)
-            if policy_version - min(transition.policy_versions, default=policy_version)
-            <= max_staleness
-        ]
-        num_dropped += len(values) - len(pairs)
-        fresh = tuple(transition for transition, _ in pairs)
-        kept_trajectories.append(dataclasses.replace(trajectory, transitions=fresh))
-        kept_advantages.append(tuple(value for _, value in pairs))
-    return kept_trajectories, kept_advantages, num_dropped
 
 
 def make_sequences(

@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 
 from lightning_jax.models.sharding import batch_sharding, make_gather, put_on_mesh, to_host
 from lightning_jax.models.transformer import DecoderConfig, Params
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.forward_pass import ForwardPass
 from lightning_jax.rl.microbatches import by_sequence, map_bundle, measure
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.types import Advantage, Metrics
 
 Scores = list[tuple[float, ...] | None]  # log-probabilities of each response; None: not scored

@@ -9,11 +9,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Float
 
-from lightning_jax.rl.batch import Batch, StateValues, TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.microbatches import by_sequence
+from lightning_jax.rl.sequence import StateValues, TrainingSequence
 from lightning_jax.rl.token_weights import num_trained
 from lightning_jax.types import Trajectory
 
@@ -96,17 +94,6 @@ def state_sequences(
         for trajectory in trajectories
         for call in trajectory.transitions
     ]
-
-
-def values_by_call(
-    trajectories: Sequence[Trajectory],
-    batches: Sequence[Batch],
-    measured: Sequence[Float[np.ndarray, "B R"]],
-) -> list[tuple[CallValues, ...]]:
-    """Return one tuple per trajectory with the values measured at targets of `state_sequences`."""
-    number = sum(len(trajectory.transitions) for trajectory in trajectories)
-    rest = iter(by_sequence(batches, measured, number))
-    return [tuple(itertools.islice(rest, len(t.transitions))) for t in trajectories]
 
 
 def learnable_states(

@@ -13,7 +13,7 @@ Only the prompt ids change. Response ids stay those that the policy sampled.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.rl.sequence import TrainingSequence
 
 TokenIds = tuple[int, ...]
 # Prompt that the teacher reads, by rollout of the step and the prompt that the policy read.

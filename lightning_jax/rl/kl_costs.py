@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from lightning_jax.rl.batch import Batch, TrainingSequence
+from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.losses.ratios import kl_estimate
+from lightning_jax.rl.sequence import TrainingSequence
 
 
 def has_later_calls(sequences: Sequence[TrainingSequence]) -> bool:

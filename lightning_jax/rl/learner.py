@@ -11,9 +11,9 @@ from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.sharding import make_mesh, num_row_shards
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.gae import CallValues
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.updater import make_updater
 from lightning_jax.types import Metrics, Trajectory
 

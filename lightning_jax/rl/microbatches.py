@@ -4,6 +4,7 @@ All bundles of a batch shape have the same size, so a program compiles once for 
 microbatches per update. A loop on the host runs it for each bundle.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from jaxtyping import Array, Float, Int32
 
 from lightning_jax.models.sharding import platform_of
 from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.gae import CallValues
+from lightning_jax.types import Trajectory
 
 # Microbatches in a bundle, padding included. On a CPU each start of a program gets fresh memory.
 # Other platforms use 1, because starting a program eight times costs nothing there.
@@ -60,6 +63,17 @@ def by_sequence(
             if len(index):
                 found[index[0]] = tuple(part.tolist())
     return found
+
+
+def values_by_call(
+    trajectories: Sequence[Trajectory],
+    batches: Sequence[Batch],
+    measured: Sequence[Float[np.ndarray, "B R"]],
+) -> list[tuple[CallValues, ...]]:
+    """Return the values of each trajectory's calls, measured at targets of `state_sequences`."""
+    number = sum(len(trajectory.transitions) for trajectory in trajectories)
+    rest = iter(by_sequence(batches, measured, number))
+    return [tuple(itertools.islice(rest, len(t.transitions))) for t in trajectories]
 
 
 def fold_bundle(

@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.advantages import group_metrics, step_advantages
-from lightning_jax.rl.batch import TrainingSequence
-from lightning_jax.rl.batching import drop_stale, make_sequences
+from lightning_jax.rl.batching import make_sequences
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.credit import assign_credit, punish_overlong
-from lightning_jax.rl.dpo import make_pairs, pair_sequences
+from lightning_jax.rl.dpo import pair_sequences
 from lightning_jax.rl.gae import CallValues, learnable_states
+from lightning_jax.rl.pairs import make_pairs
+from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.rl.staleness import drop_stale
 from lightning_jax.types import Trajectory
 
 

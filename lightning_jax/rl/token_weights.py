@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.batch import StateValues, TrainingSequence
+from lightning_jax.rl.sequence import StateValues, TrainingSequence
 from lightning_jax.types import Trajectory, Transition
 
 

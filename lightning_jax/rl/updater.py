@@ -24,22 +24,23 @@ from lightning_jax.models.sharding import (
 )
 from lightning_jax.models.transformer import DecoderConfig, Params
 from lightning_jax.rl import train_step
-from lightning_jax.rl.batch import Batch, TrainingSequence
+from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.batching import make_batches, why_dropped
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.critic import make_critic
 from lightning_jax.rl.dpo import drop_broken_pairs, weigh_pairs
-from lightning_jax.rl.gae import CallValues, state_sequences, values_by_call
+from lightning_jax.rl.gae import CallValues, state_sequences
 from lightning_jax.rl.kl_costs import charge_later_calls, has_later_calls
 from lightning_jax.rl.losses.objectives import policy_objective, supervised_objective
 from lightning_jax.rl.losses.policy import is_maximum
-from lightning_jax.rl.microbatches import measure
+from lightning_jax.rl.microbatches import measure, values_by_call
 from lightning_jax.rl.multi_policy.adapters import (
     AdapterPolicies,
     find_trained_policies,
     vmap_optimizer,
 )
 from lightning_jax.rl.optimizer import make_optimizer
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.token_weights import split_minibatches
 from lightning_jax.rl.train_state import TrainState, init_state
 from lightning_jax.rl.train_step import TrainFunctions

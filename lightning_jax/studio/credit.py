@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from lightning_jax.models.config import PolicyConfig
 from lightning_jax.rl.advantages import equal_groups, step_advantages
-from lightning_jax.rl.batching import drop_stale
 from lightning_jax.rl.config import AlgorithmConfig, is_custom
 from lightning_jax.rl.credit import assign_credit, punish_overlong
-from lightning_jax.rl.dpo import make_pairs, pair_signs
 from lightning_jax.rl.multi_policy.scope import credit_scopes
+from lightning_jax.rl.pairs import make_pairs, pair_signs
+from lightning_jax.rl.staleness import drop_stale
 from lightning_jax.studio.records import CallCredit, StepCredit
 from lightning_jax.types import FINISHED, Rollout, Trajectory
 

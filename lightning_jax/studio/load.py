@@ -1,7 +1,7 @@
 """Reader of a run directory for views: its store, settings and tokenizer.
 
-Nothing is written, and the run may continue meanwhile. Importing JAX takes seconds and the table
-needs none of it, so a tokenizer and the credit of calls are imported where one rollout is shown.
+Nothing is written, and the run may continue meanwhile. Nothing here imports JAX, which takes
+seconds.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.build import newest_first, view_rollout, view_run
+from lightning_jax.studio.credit import step_credit, trained_on
 from lightning_jax.studio.records import RolloutView, RunView, StepCredit
 from lightning_jax.studio.text import printable
 from lightning_jax.traces import attributes
@@ -144,7 +145,8 @@ class RunReader:
         """Pair of the tokenizer of the run's model, or None, and the reason if there is none."""
         if self._given_tokenizer is not None:
             return self._given_tokenizer, ""
-        from lightning_jax.models.formats.load import load_tokenizer  # imports JAX
+        # Imports packages of model formats, which the table does not need.
+        from lightning_jax.models.formats.sources import load_tokenizer
 
         try:
             config = load_config(Config, [str(self._settings)], only=["model"])
@@ -209,8 +211,6 @@ class RunReader:
 
     def _of_step(self, step: int, config: Config) -> tuple[set[str], StepCredit]:
         """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
-        from lightning_jax.studio.credit import step_credit, trained_on  # imports JAX
-
         names = self._store.step_groups(step)
         of_groups = [found for name in names for found in self._store.rollouts(group_id=name)]
         rollouts = trained_on(of_groups or self._store.rollouts(phase="train", step=step))

@@ -1,6 +1,6 @@
 """Short constructors of records for tests."""
 
-from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.types import Advantage, Trajectory, Transition
 
 

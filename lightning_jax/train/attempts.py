@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.batching import make_supervised_sequences
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.conditions import Condition, Value
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
 from lightning_jax.settings import ConfigError

@@ -13,8 +13,8 @@ from lightning_jax.gateway.request import Function
 from lightning_jax.gateway.routing import Routing, read_traits
 from lightning_jax.models.config import policy_indices
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.batching import make_supervised_sequences
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.types import Message
 
 Conversation = Sequence[Message] | Mapping[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.loading import load_function
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.rl.batch import TrainingSequence
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import evenly_spaced
 from lightning_jax.train.demonstrations import demonstration_sequences

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.distill import mix
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.threads import run_in_thread, run_to_end

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from lightning_jax.models.formats.load import LoadedModel, load_tokenizer
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.rollouts.conditions import Condition
 from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.settings import ConfigError, save_config

@@ -23,11 +23,11 @@ from lightning_jax.models.lora import adapted_facts, overlay, pick
 from lightning_jax.models.reshard import reshard
 from lightning_jax.models.sharding import param_shardings, serving_mesh, to_host
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.distill import teacher_metrics, waits_for_teacher, with_scores
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.multi_policy.scope import PolicyScope, pack, unpack
 from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.train_state import TrainState, init_state
 from lightning_jax.rl.train_step import taking_turns
 from lightning_jax.rl.updater import NO_MOMENTS, Updater

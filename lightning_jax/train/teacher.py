@@ -7,8 +7,8 @@ from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mesh
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.distill import Scorer, Scores, make_scorer
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.updater import Updater
 from lightning_jax.train.config import Config
 

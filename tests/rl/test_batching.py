@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.batch import StateValues
 from lightning_jax.rl.batching import (
-    drop_stale,
     make_batches,
     make_sequences,
     make_supervised_sequences,
 )
 from lightning_jax.rl.config import BatchConfig
+from lightning_jax.rl.sequence import StateValues
 from lightning_jax.rl.token_weights import split_minibatches
 from lightning_jax.testing.records import sequence, trajectory, transition
 
@@ -226,19 +225,6 @@ def test_supervised_tokens_weigh_alike():
     sequences = make_supervised_sequences([([1, 2], [3]), ([1], [4, 5, 6])])
     assert [s.weight for s in sequences] == [0.25, 0.25]
     assert sequences[1].response_token_ids == (4, 5, 6)
-
-
-def test_stale_calls_are_dropped_and_counted():
-    old, new = transition([1], [2], version=3), transition([1], [3], version=5)
-    step, advantages, num_dropped = drop_stale(
-        [trajectory(old, new), trajectory(old)],
-        [(1.0, 2.0), (3.0,)],
-        policy_version=7,
-        max_staleness=2,
-    )
-    assert [t.transitions for t in step] == [(new,), ()]
-    assert advantages == [(2.0,), ()]
-    assert num_dropped == 2
 
 
 tokens = st.integers(1, 3)

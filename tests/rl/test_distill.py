@@ -12,11 +12,11 @@ import pytest
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mesh
 from lightning_jax.models.transformer import forward, unembed
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import BatchConfig, DistillConfig
 from lightning_jax.rl.distill import make_scorer, mix, teacher_metrics, with_scores
 from lightning_jax.rl.losses.objectives import policy_objective
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.train_step import make_train_functions
 from lightning_jax.rl.updater import Updater
 from lightning_jax.testing.records import sequence

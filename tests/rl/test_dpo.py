@@ -18,12 +18,11 @@ from lightning_jax.rl.dpo import (
     dpo_advantages,
     dpo_losses,
     drop_broken_pairs,
-    make_pairs,
     pair_sequences,
-    pair_signs,
     weigh_pairs,
 )
 from lightning_jax.rl.losses.objectives import policy_objective
+from lightning_jax.rl.pairs import make_pairs
 from lightning_jax.rl.train_state import init_state
 from lightning_jax.rl.train_step import make_train_functions
 from lightning_jax.rl.updater import Updater
@@ -64,36 +63,6 @@ def test_slope_against_finite_differences():
     margins = np.linspace(-3.0, 3.0, 7)
     rise = dpo_losses(margins + 1e-6, beta=0.7) - dpo_losses(margins - 1e-6, beta=0.7)
     np.testing.assert_allclose(dpo_advantages(margins, beta=0.7), -rise / 2e-6, atol=1e-8)
-
-
-def rollout(earned: float, *, group: str = "g", version: int = 9, **call):
-    return trajectory(transition([1], [2], version=version, **call), reward=earned, group=group)
-
-
-def test_the_best_are_paired_with_the_worst_of_their_group():
-    step = [
-        *(rollout(reward) for reward in (1.0, 0.0, 0.5, 1.0, 0.0)),
-        *(rollout(0.3, group="equal") for _ in range(4)),
-        rollout(1.0, group="alone"),
-        # A call's own reward also counts.
-        rollout(0.0, group="calls"), rollout(0.0, group="calls", reward=-0.1),
-    ]  # fmt: skip
-    pairs, num_stale = make_pairs(assign_credit(step, DPO), DPO, policy_version=9)
-    assert (pairs, num_stale) == ([(0, 4), (3, 1), (10, 11)], 0)
-    signs = pair_signs(step, pairs)
-    assert signs == [(1.0,), (-1.0,), (0.0,), (1.0,), (-1.0,), *[(0.0,)] * 5, (1.0,), (-1.0,)]
-
-
-def test_what_cannot_be_compared_has_no_partner():
-    step = [
-        rollout(1.0, version=3),  # six steps old
-        trajectory(reward=0.9),  # made no call
-        rollout(0.8, forced=(True,)),  # no token was chosen
-        rollout(0.5),
-        rollout(0.0),
-    ]
-    assert make_pairs(assign_credit(step, DPO), DPO, policy_version=9) == ([(3, 4)], 1)
-    assert make_pairs(assign_credit(step, DPO), DPO, policy_version=7) == ([(0, 4)], 0)
 
 
 def plain_loss(params, ref_params, tokens, sampled):

@@ -1,13 +1,12 @@
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_jax.rl.batch import StateValues
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
 from lightning_jax.rl.credit import identical, learned, per_step
-from lightning_jax.rl.gae import gae, learnable_states, rollout_gae, state_sequences, values_by_call
+from lightning_jax.rl.gae import gae, learnable_states, rollout_gae, state_sequences
+from lightning_jax.rl.sequence import StateValues
 from lightning_jax.testing.records import trajectory, transition
 
 SHAPE = BatchConfig(rows=2, row_len=16, max_targets=4, head_chunk=4)
@@ -82,26 +81,6 @@ def test_states_lie_where_prompts_end_or_where_tokens_are_chosen():
     assert calls[0].target_nodes[0, :2].tolist() == [1, 5]
     (tokens,), _ = make_batches(state_sequences([rollout], per_token=True), SHAPE)
     assert tokens.target_nodes[0, :3].tolist() == [1, 3, 5]
-
-
-def test_values_find_their_calls():
-    rollouts = [
-        trajectory(transition([9, 9], [1, 2]), transition([1], [4]), rollout="A"),
-        trajectory(rollout="B"),
-        trajectory(transition([5] * 17, [1]), transition([3], [1, 2, 3]), rollout="C"),
-    ]
-    sequences = state_sequences(rollouts, per_token=True)
-    batches, stats = make_batches(sequences, SHAPE)
-    assert stats["train/dropped_too_long"] == 1
-    measured = [
-        np.where(batch.target_mask, 10.0 * batch.target_calls + batch.target_ids, 0.0)
-        for batch in batches
-    ]
-    assert values_by_call(rollouts, batches, measured) == [
-        ((1.0, 2.0), (14.0,)),
-        (),
-        (None, (31.0, 32.0, 33.0)),
-    ]
 
 
 def test_what_a_critic_learns():

@@ -9,11 +9,20 @@ import pytest
 
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import BatchConfig
-from lightning_jax.rl.microbatches import BUNDLE_ON, bundles, fold_bundle, map_bundle, measure
-from lightning_jax.testing.records import sequence
+from lightning_jax.rl.gae import state_sequences
+from lightning_jax.rl.microbatches import (
+    BUNDLE_ON,
+    bundles,
+    fold_bundle,
+    map_bundle,
+    measure,
+    values_by_call,
+)
+from lightning_jax.testing.records import sequence, trajectory, transition
 
 BUNDLE = BUNDLE_ON["cpu"]
 SHAPE = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)
+TWO_ROWS = BatchConfig(rows=2, row_len=16, max_targets=4, head_chunk=4)
 
 
 def batches(number: int):
@@ -57,3 +66,23 @@ def test_each_is_measured_and_padding_is_not():
     for k, found in enumerate(measured):
         np.testing.assert_array_equal(found[0, :3], [2.0 + 2.0 * k, 2.0 + 2.0 * k, 2.0])
     assert measure(run, [], 2.0) == []
+
+
+def test_values_find_their_calls():
+    rollouts = [
+        trajectory(transition([9, 9], [1, 2]), transition([1], [4]), rollout="A"),
+        trajectory(rollout="B"),
+        trajectory(transition([5] * 17, [1]), transition([3], [1, 2, 3]), rollout="C"),
+    ]
+    sequences = state_sequences(rollouts, per_token=True)
+    batches, stats = make_batches(sequences, TWO_ROWS)
+    assert stats["train/dropped_too_long"] == 1
+    measured = [
+        np.where(batch.target_mask, 10.0 * batch.target_calls + batch.target_ids, 0.0)
+        for batch in batches
+    ]
+    assert values_by_call(rollouts, batches, measured) == [
+        ((1.0, 2.0), (14.0,)),
+        (),
+        (None, (31.0, 32.0, 33.0)),
+    ]

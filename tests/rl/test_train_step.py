@@ -17,13 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.transformer import forward, unembed
-from lightning_jax.rl.batch import Batch, TrainingSequence
+from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import BatchConfig, OptimizerConfig
 from lightning_jax.rl.logprobs import response_logprobs
 from lightning_jax.rl.losses.objectives import policy_objective, supervised_objective
 from lightning_jax.rl.microbatches import BUNDLE_ON, bundles, measure
 from lightning_jax.rl.optimizer import make_optimizer
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.train_state import init_state
 from lightning_jax.rl.train_step import (
     make_train_functions,

@@ -1,5 +1,6 @@
 """Tests of `lightning-jax view` on complete and broken run directories."""
 
+import json
 import re
 import sqlite3
 import subprocess
@@ -80,15 +81,24 @@ def test_a_task_is_shown_with_its_expected_answer(
     assert "question: Which river?" in shown and 'answer: ["Loire"]' in shown
 
 
-def test_tables_need_no_jax(run: Path) -> None:
+def test_tables_rollouts_and_pages_need_no_jax(run: Path, tmp_path: Path) -> None:
+    rollout_id, page = "train-00003-000-00-1", tmp_path / "page.html"
+    commands = [
+        ["view", str(run)],
+        ["view", str(run), rollout_id],
+        ["view", str(run), "--html", str(page)],
+        ["runs", str(run)],
+    ]
     code = (
-        "import sys; from lightning_jax.cli.main import main; "
-        "codes = [main(['view', sys.argv[1]]), main(['runs', sys.argv[1]])]; "
-        "sys.exit(codes != [0, 0] or 'jax' in sys.modules)"
+        "import json, sys; from lightning_jax.cli.main import main; "
+        "codes = {main(command) for command in json.loads(sys.argv[1])}; "
+        "sys.exit(codes != {0} or 'jax' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True)
+    command = [sys.executable, "-c", code, json.dumps(commands)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "train-00003-000-00-1" in done.stdout
+    assert rollout_id in done.stdout
+    assert "advantage +1.414" in done.stdout and "+1.414" in page.read_text()
 
 
 def test_a_rollout_shows_the_advantages_of_its_group(

@@ -410,17 +410,33 @@ def test_page_sets_texts_only_as_text() -> None:
     assert index.count("<script") == 1 and 'type="module" src="app.js"' in index
 
 
-def test_command_needs_no_jax(tmp_path: Path) -> None:
+WITHOUT_JAX_CODE = """
+import sys
+from pathlib import Path
+
+from lightning_jax.studio.live import answers, downloads, server
+from lightning_jax.studio.live.catalog import Catalog
+from lightning_jax.traces.listing import Filter
+
+catalog = Catalog([Path(sys.argv[1])])
+(run,) = catalog.runs()
+answers.runs_answer(catalog)
+answers.run_answer(run)
+answers.group_answer(run, "train-00003-000")
+texts = answers.group_texts_answer(run, "train-00003-000")
+assert all(len(attempt["advantages"]) == 2 for attempt in texts["attempts"].values())
+spans = answers.rollout_answer(run, "train-00003-000-00-1")["spans"]
+calls = [span["call"] for span in spans if span["call"]]
+assert all(call["credit"] and call["tokens"][0][0] for call in calls) and len(calls) == 2
+assert "train-00003-000-00-1" in downloads.run_page(run, Filter())
+assert "jax" not in sys.modules
+"""
+
+
+def test_answers_with_credit_need_no_jax(tmp_path: Path) -> None:
     assert run_studio in WITHOUT_JAX
-    code = (
-        "import sys; from lightning_jax.studio.live.catalog import Catalog; "
-        "from lightning_jax.studio.live import answers, server; from pathlib import Path; "
-        "catalog = Catalog([Path(sys.argv[1])]); (run,) = catalog.runs(); "
-        "answers.runs_answer(catalog); answers.run_answer(run); "
-        "answers.group_answer(run, 'train-00003-000'); assert 'jax' not in sys.modules"
-    )
     records.make_run(tmp_path)
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    subprocess.run([sys.executable, "-c", WITHOUT_JAX_CODE, str(tmp_path)], check=True)
 
 
 # In a browser

@@ -16,8 +16,8 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import adapted, trained_part
-from lightning_jax.rl.batch import StateValues
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rl.sequence import StateValues
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.checkpoint import CheckpointError

@@ -2,12 +2,11 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import gguf
 import jax
 import numpy as np
+from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
 from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
@@ -19,30 +18,7 @@ from lightning_jax.models.transformer import DecoderConfig, Params
 GROUP_BYTES = 2**18
 
 
-class _Reader(gguf.GGUFReader):
-    def _build_fields(self, offs: Any, count: Any) -> Any:
-        # The vocabulary is 150,000 slices, and slicing np.memmap takes four times as long.
-        self.data = self.data.view(np.ndarray)
-        return super()._build_fields(offs, count)
-
-
-def open_file(path: Path) -> gguf.GGUFReader:
-    """Open the file, mapped to memory. Raises ModelError if it is missing or unreadable."""
-    if not path.is_file():
-        raise ModelError(
-            f"GGUF file {path} does not exist; check the path",
-            reason="not_found",
-            key=str(path),
-        )
-    try:
-        return _Reader(path)
-    except (ValueError, IndexError, OSError) as error:
-        raise ModelError(
-            f"{path} is not a readable GGUF file: {error}", reason="malformed", key=str(path)
-        ) from error
-
-
-def read_config(reader: gguf.GGUFReader) -> DecoderConfig:
+def read_config(reader: GGUFReader) -> DecoderConfig:
     """Read the model's shape. Raises ModelError for an unknown architecture."""
     name = _value(reader, "general.architecture")
     family = find_family(name, "the GGUF file", "general.architecture")
@@ -97,7 +73,7 @@ def _refuse_other_scaling(*, kind: str, factor: float) -> None:
     )
 
 
-def read_params(reader: gguf.GGUFReader, config: DecoderConfig, dtype: Any) -> Params:
+def read_params(reader: GGUFReader, config: DecoderConfig, dtype: Any) -> Params:
     """Read the weights, dequantised. Raises ModelError if one is missing or has the wrong shape."""
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
@@ -128,7 +104,7 @@ def read_params(reader: gguf.GGUFReader, config: DecoderConfig, dtype: Any) -> P
     return unflatten({param.path: array for param, array in zip(params, arrays, strict=True)})
 
 
-def _dequantize(tensor: gguf.ReaderTensor) -> np.ndarray:
+def _dequantize(tensor: ReaderTensor) -> np.ndarray:
     """Return the weights in float32.
 
     Rows are given to the library in large groups. It converts 16 rows at a time, which leaves most
@@ -165,7 +141,7 @@ def _rope_scaling(factors: np.ndarray, head_dim: int, theta: float) -> RopeScali
     return scaling
 
 
-def _value(reader: gguf.GGUFReader, name: str, default: Any = None) -> Any:
+def _value(reader: GGUFReader, name: str, default: Any = None) -> Any:
     entry = reader.fields.get(name)
     return default if entry is None else entry.contents()
 

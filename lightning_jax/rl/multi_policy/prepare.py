@@ -9,11 +9,11 @@ Credit runs through all calls to the common return, and the step has one set of 
 from collections.abc import Mapping, Sequence
 
 from lightning_jax.models.config import PolicyConfig, policy_indices
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.multi_policy.scope import credit_scopes
 from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.types import Trajectory
 
 

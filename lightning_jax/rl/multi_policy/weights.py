@@ -9,10 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_jax.rl.batch import TrainingSequence
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.losses.policy import is_maximum
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope
+from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.types import Metrics, Trajectory
 
 NORMS = ("train/grad_norm", "train/value_grad_norm")

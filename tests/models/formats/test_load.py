@@ -15,17 +15,17 @@ from coded import raises_coded
 
 from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
 from lightning_jax.models.chat_template import render
-from lightning_jax.models.formats import load
+from lightning_jax.models.formats import sources
 from lightning_jax.models.formats.families import FAMILIES
 from lightning_jax.models.formats.load import (
     load_like,
     load_model,
     load_shape,
-    load_tokenizer,
     save_hf,
 )
-from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.formats.names import SMOLLM2, ModelError
 from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
+from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.models.transformer import DecoderConfig, init_params
 from lightning_jax.testing.tiny import tiny_model
 
@@ -229,7 +229,7 @@ def test_wrong_directories_and_names_are_refused(tmp_path, monkeypatch):
     def offline(*args, **options):
         raise OSError("the network is down")
 
-    monkeypatch.setattr(load.huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(sources.huggingface_hub, "snapshot_download", offline)
     with raises_coded(ModelError, "unreachable", "someone/something") as caught:
         load_model("someone/something")
     assert "the network is down" in str(caught.value)
@@ -243,9 +243,9 @@ def test_the_known_name_falls_back_to_the_hub_without_the_package(tmp_path, monk
         asked.append(hub_id)
         return str(tmp_path / "hub")
 
-    monkeypatch.setattr(load.huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
-    _assert_equal(load_model(load.SMOLLM2), TINY)
+    monkeypatch.setattr(sources.huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    _assert_equal(load_model(SMOLLM2), TINY)
     assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
 
 
