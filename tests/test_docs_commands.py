@@ -61,7 +61,7 @@ SMALL = {key: value for key, value in EXPERIMENT.items() if key != "warmup.num_s
 }
 ROOM = {"serve.max_len": "1024", "batch.row_len": "1024"}  # `tiny` splits text into more tokens
 PAGE_SETTINGS = {
-    "": {"num_steps": "4"},  # runs that pages look at
+    "": {"num_steps": "4"} | ROOM,  # runs that pages look at; a judge's prompt is long
     "docs/frameworks/planner_and_worker.md": ROOM,
     "docs/get_started/first_run.md": {"num_steps": "10"},  # it shows a rollout of the last step
     "docs/howto/train_while_agents_run.md": {"rollout.tasks_per_step": "8"},  # for ahead=8

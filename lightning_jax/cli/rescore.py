@@ -76,7 +76,17 @@ def rescored_groups(
                 reason="empty",
                 key="--phase",
             )
-        return config, asyncio.run(_rescored(config, store, groups))
+        rescored = asyncio.run(_rescored(config, store, groups))
+    pairs = [pair for group in rescored for pair in group]
+    if not any(after.status == "scored" for _, after in pairs):
+        first = pairs[0][1]
+        raise UserError(
+            f"none of {len(pairs)} rollouts could be scored; first: {first.rollout_id}: "
+            f"{first.reason}: {first.detail}",
+            reason="not_scored",
+            key=first.rollout_id,
+        )
+    return config, rescored
 
 
 def compare(groups: Sequence[Sequence[Pair]]) -> Comparison:

@@ -210,6 +210,10 @@ def test_rescore_compares_other_rewards_with_the_stored_ones(
     store.close()
     file.write_text("num_steps: 3\n")
     assert main(["rescore", str(run), "--rewards", str(file)]) == 1
+    file.write_text("rewards: {bad: {function: mine.py:bad}}\n")
+    (tmp_path / "mine.py").write_text("def bad(task, attempt):\n    raise KeyError('gold')\n")
+    assert main(["rescore", str(run), "--rewards", str(file)]) == 1
+    assert "bad_component" in capsys.readouterr().err
 
 
 def test_a_comparison_counts_failures_and_flips() -> None:
