@@ -24,6 +24,7 @@ class ClusterConfig(Section):
     sampler_env: tuple[str, ...] = field(default=(), repr=False)
     # Workers, which run agents instead of the trainer's process.
     workers: Natural = 0
+    # Ray's resources for a worker.
     worker_resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     timeout_s: Positive = 300.0  # for the cluster to place and start what is asked for
 
