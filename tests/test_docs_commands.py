@@ -246,6 +246,8 @@ class Shell:
             case ["try", *_]:
                 room = ROOM if PAGE_SETTINGS.get(self.page) is ROOM else {}
                 return [*words, "model.name=tiny", *(f"{k}={v}" for k, v in room.items())]
+            case ["sft", *_]:  # random weights earn nothing
+                return [*words, "--where", "reward >= 0", "--steps", "1"]
             case ["eval", *rest]:
                 return [*words, "--limit", "2", *([] if "--run" in rest else ["model.name=tiny"])]
         return words
