@@ -1,4 +1,6 @@
-"""Process that Ray starts for a sampler. Imports nothing heavy before its environment is set."""
+"""Base of the processes that Ray starts, and the sampler. Imports nothing heavy before it has
+its environment.
+"""
 
 import importlib
 import os
@@ -6,7 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class SamplerActor:
+class ClusterProcess:
+    """Process in a cluster, which says where it is."""
+
+    async def ping(self) -> str:
+        """Return the address of this machine at which the cluster's others reach it."""
+        return importlib.import_module("ray").util.get_node_ip_address()
+
+
+class SamplerActor(ClusterProcess):
     """Sampler behind Ray: each method is that of `sampler.Sampler`."""
 
     def __init__(self, environment: Sequence[str]) -> None:
@@ -14,10 +24,6 @@ class SamplerActor:
             name, _, value = variable.partition("=")
             os.environ[name] = value
         self._sampler: Any = None
-
-    async def ping(self) -> str:
-        """Return the address of this machine at which the cluster's others reach it."""
-        return importlib.import_module("ray").util.get_node_ip_address()
 
     async def start(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_jax.cluster.actor import ClusterProcess
 from lightning_jax.cluster.ray_session import actor_options, room_in_words
 from lightning_jax.settings import ConfigError
 
@@ -16,12 +17,11 @@ FREED_S = 30.0  # for the name of a process that has just ended
 class Kind:
     """Kind of process that a run asks for, such as its samplers.
 
-    `actor` is a class with a method `ping`, which returns the address of its machine. Settings are
-    named `cluster.{plural}` and `cluster.{name}_resources`.
+    Settings are named `cluster.{plural}` and `cluster.{name}_resources`.
     """
 
     name: str
-    actor: type
+    actor: type[ClusterProcess]
     number: int
     resources: Mapping[str, float]
     timeout_s: float  # for the cluster to have room

@@ -1,21 +1,18 @@
 """Process that Ray starts for a worker, which runs agents."""
 
 import asyncio
-import importlib
 import logging
 import sys
 from typing import Any
 
+from lightning_jax.cluster.actor import ClusterProcess
 
-class WorkerActor:
+
+class WorkerActor(ClusterProcess):
     """Worker behind Ray. It ends with its method `run`, or when the run kills it."""
 
     def __init__(self) -> None:
         self._running: asyncio.Task[Any] | None = None
-
-    async def ping(self) -> str:
-        """Return the address of this machine at which the cluster's others reach it."""
-        return importlib.import_module("ray").util.get_node_ip_address()
 
     async def run(self, settings: dict[str, Any]) -> dict[str, Any] | None:
         """Take and run rollouts until `stop`. Return the error of an agent that is unusable."""

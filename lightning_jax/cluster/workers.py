@@ -8,6 +8,7 @@ from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.placing import Kind, last_line, place, result, wait_to_end
 from lightning_jax.cluster.worker_actor import WorkerActor
 from lightning_jax.gateway.leases import LeaseQueue
+from lightning_jax.rollouts.local_workers import unusable
 from lightning_jax.settings import ConfigError
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class ClusterWorkers:
                 raise
             else:
                 assert error is not None, "a worker runs until it is stopped"
-                queue.fail(ConfigError(error["message"], reason=error["reason"], key=error["key"]))
+                queue.fail(unusable(error))
                 return
             finally:
                 self._ray.kill(actor)

@@ -248,7 +248,7 @@ class Gateway:
         needed.
         """
         self._callers.rollout_of(request)
-        body = await self._bodies.json(await self._bodies.read(request))
+        body = await self._bodies.read_json(request)
         rollout = self._callers.rollout_of(request)  # again: it may have ended in the meantime
         assert rollout is not None, "the path holds a rollout"
         return web.json_response(await self._reports.reward(body, rollout))

@@ -12,9 +12,8 @@ from pydantic import Field
 
 from lightning_jax.gateway.auth import Callers
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import Fields, Name, read
+from lightning_jax.gateway.fields import Fields, FiniteNumber, Name, read
 from lightning_jax.gateway.http import Bodies
-from lightning_jax.gateway.leases import Value
 from lightning_jax.types import LLM, Rollout
 
 F = TypeVar("F", bound=Fields)
@@ -39,8 +38,8 @@ class OpenFields(Fields):
 class EndFields(Fields):
     """End of a rollout: its reward, unless one was posted, or why there is none."""
 
-    reward: Value | None = None
-    metrics: dict[str, Value] = Field(default_factory=dict)
+    reward: FiniteNumber | None = None
+    metrics: dict[str, FiniteNumber] = Field(default_factory=dict)
     error: Name | None = None  # how the agent failed
     discard: bool = False  # True: nothing is learned from the rollout
 
@@ -99,7 +98,7 @@ class ExternalRoutes:
         return web.json_response({name: getattr(ended, name) for name in names})
 
     async def _read(self, request: web.Request, kind: type[F]) -> F:
-        return read(kind, await self._bodies.json(await self._bodies.read(request)))
+        return read(kind, await self._bodies.read_json(request))
 
     def _found(self) -> ExternalRollouts:
         if self.rollouts is None:

@@ -109,7 +109,7 @@ class Reports:
         ApiError if it is invalid.
         """
         reward, limit = _finite(body), rollout.settings.max_abs_reward
-        _check_size("reward", reward, limit)
+        check_size("reward", reward, limit)
         rewarded = read(RewardFields, body)
         call_id, choice = rewarded.call, rewarded.choice or 0
         rollout_id = rollout.settings.rollout_id
@@ -126,7 +126,7 @@ class Reports:
             )
         known_id = call.call_id
         total = rollout.call_rewards.get((known_id, choice), 0.0) + reward
-        _check_size("reward of the call", total, limit)
+        check_size("reward of the call", total, limit)
         values = {
             attributes.ROLLOUT_ID: rollout_id,
             attributes.REWARD: reward,
@@ -164,7 +164,8 @@ def _find_call(rollout: OpenRollout, call_id: str) -> AnsweredCall:
     )
 
 
-def _check_size(name: str, value: float, limit: float) -> None:
+def check_size(name: str, value: float, limit: float) -> None:
+    """Raise ApiError if a reward, which the message calls `name`, is above the limit."""
     if abs(value) > limit:
         raise invalid(
             f"{name} is {value:g}; expected a magnitude of at most {limit:g} "

@@ -204,6 +204,7 @@ Listed = Annotated[list[T], Field(fail_fast=True)]
 Integer = Annotated[int, BeforeValidator(_whole)]
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_clamped)]
 TopLogprobs = Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
 Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: value or {})]
 # Number of tokens to choose from. 0 is no limit, and so is -1 for some clients.

@@ -63,6 +63,10 @@ class Bodies:
         # A small body may decompress to any size up to the limit.
         return await self.offload.run(self.max_bytes, self._unpacked, raw, coding)
 
+    async def read_json(self, request: web.Request) -> Body:
+        """Return the body as a JSON object. Raise ApiError like `read` and `json`."""
+        return await self.json(await self.read(request))
+
     async def json(self, raw: bytes) -> Body:
         """Return the body as a JSON object. Raise ApiError if it is not one or is too large."""
         return await self.offload.run(len(raw), self.as_json, raw)

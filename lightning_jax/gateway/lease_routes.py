@@ -63,7 +63,7 @@ class LeaseRoutes:
     async def _read(self, request: web.Request, kind: type[F]) -> tuple[LeaseQueue, F]:
         """Return the queue and the fields of the body. Raise ApiError if the caller may not."""
         self._callers.check_owner(request)
-        body = await self._bodies.json(await self._bodies.read(request))
+        body = await self._bodies.read_json(request)
         if self.queue is None:
             raise ApiError(
                 404,

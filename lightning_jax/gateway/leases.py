@@ -20,14 +20,13 @@ from pydantic import Field, field_validator
 
 from lightning_jax.errors import Coded
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import Fields, brief
+from lightning_jax.gateway.fields import Fields, FiniteNumber, brief
 
 TICKS = 10  # parts of `lease_s` in which silence is counted
 POLL_S = 20.0  # how long a worker waits for work before it asks again; proxies wait for a minute
 MAX_ENDED = 10_000  # leases whose end is remembered
 MAX_CHARS = 2000  # of a reported detail; the rest is cut
 
-Value = Annotated[float, Field(allow_inf_nan=False)]
 Reason = Annotated[str, Field(min_length=1, max_length=100)]
 
 
@@ -40,10 +39,10 @@ class Report(Fields):
 
     kind: Literal["outcome", "lost_gateway", "no_reward"] = "outcome"
     status: Literal["scored", "agent_failure", "infrastructure_failure"]
-    reward: Value | None = None
+    reward: FiniteNumber | None = None
     reason: Reason | None = None
     detail: str | None = None
-    metrics: dict[str, Value] = Field(default_factory=dict)
+    metrics: dict[str, FiniteNumber] = Field(default_factory=dict)
 
     @field_validator("detail")
     @classmethod

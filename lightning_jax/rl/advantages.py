@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lightning_jax.rl.choices import check_shape, choose
-from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.config import GROUP_BASELINES, AlgorithmConfig
 from lightning_jax.rl.credit import Credit, credit_at
 from lightning_jax.types import Advantage
 
@@ -86,7 +86,7 @@ def scales_of(returns: Returns, group_ids: Sequence[str], algorithm: AlgorithmCo
     scales = np.ones_like(returns)
     for members in group_members(group_ids).values():
         group = returns[members]
-        if len(group) == 1 and algorithm.baseline in ("group_mean", "leave_one_out"):
+        if len(group) == 1 and algorithm.baseline in GROUP_BASELINES:
             scales[members] = 0.0
         if algorithm.normalize == "group_std":
             scales[members] = 0.0 if are_equal(group) else 1.0 / group.std()

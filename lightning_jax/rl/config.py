@@ -134,7 +134,7 @@ class AlgorithmConfig(Section):
     def _check_names(self) -> None:
         for name, choices in {
             "credit": ("identical", "per_step", "turn_groups", "learned", "learned_token"),
-            "baseline": ("group_mean", "leave_one_out", "batch_mean", "none"),
+            "baseline": (*GROUP_BASELINES, "batch_mean", "none"),
             "loss": ("clip", "gspo", "cispo", "reinforce", "raft", "dpo"),
             "correction": ("none", "truncate", "mask"),
         }.items():
@@ -196,6 +196,7 @@ class AlgorithmConfig(Section):
 
 
 INITIAL_TEACHER = "initial"
+GROUP_BASELINES = ("group_mean", "leave_one_out")  # compare the rollouts of a group
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,11 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from lightning_jax.gateway.pauses import Pauses
 
 TICK_S = 0.5  # in which a stall is noticed, and a lost server
-
-
-@dataclass(eq=False)
-class _Watch:
-    """Rollout that waits. `lost` ends its wait once `loss` says that its server was lost."""
-
-    loss: Callable[[], str | None]
-    lost: asyncio.Future[None]
 
 
 class DeadlineClock:
@@ -29,7 +20,8 @@ class DeadlineClock:
 
     def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
-        self._watches: set[_Watch] = set()
+        # For each rollout that waits: ends its wait, and says whether its server was lost.
+        self._watched: dict[asyncio.Future[None], Callable[[], str | None]] = {}
         self._stalled_s = 0.0
         self._due: float | None = None  # when the next tick should come; None: nobody waits
 
@@ -41,7 +33,7 @@ class DeadlineClock:
         Stop waiting once the agent's server is lost.
         """
         loop = asyncio.get_running_loop()
-        with self._watched(loss) as lost:
+        with self._watching(loss) as lost:
             began, stalled, paused = loop.time(), self._stalled(), self._pauses.total_s
             while not agent.done() and not lost.done():
                 not_counted = self._stalled() - stalled + self._pauses.total_s - paused
@@ -54,19 +46,19 @@ class DeadlineClock:
             return agent.done(), self._stalled() - stalled
 
     @contextmanager
-    def _watched(self, loss: Callable[[], str | None]) -> Iterator[asyncio.Future[None]]:
+    def _watching(self, loss: Callable[[], str | None]) -> Iterator[asyncio.Future[None]]:
         """Yield a future that is done once `loss` returns a reason."""
-        watch = _Watch(loss, asyncio.get_running_loop().create_future())
-        self._watches.add(watch)
+        lost = asyncio.get_running_loop().create_future()
+        self._watched[lost] = loss
         if loss():
-            watch.lost.set_result(None)
+            lost.set_result(None)
         if self._due is None:
             self._schedule()
         try:
-            yield watch.lost
+            yield lost
         finally:
-            self._watches.discard(watch)
-            watch.lost.cancel()
+            del self._watched[lost]
+            lost.cancel()
 
     def _stalled(self) -> float:
         """Return the seconds of stalls so far, one that is just ending included."""
@@ -81,8 +73,8 @@ class DeadlineClock:
 
     def _tick(self) -> None:
         self._stalled_s, self._due = self._stalled(), None
-        for watch in self._watches:
-            if not watch.lost.done() and watch.loss():
-                watch.lost.set_result(None)
-        if self._watches:
+        for lost, loss in self._watched.items():
+            if not lost.done() and loss():
+                lost.set_result(None)
+        if self._watched:
             self._schedule()

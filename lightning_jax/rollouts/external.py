@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.external_routes import EndFields
+from lightning_jax.gateway.feedback import check_size
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import (
     MAX_DETAIL,
@@ -31,15 +32,15 @@ class ExternalAgents:
         self._ends: dict[str, asyncio.Future[Outcome]] = {}
 
     async def run(
-        self, opened: asyncio.Future[tuple[str, LLM]], rollout_id: str, task: Task, llm: LLM
+        self, opened: asyncio.Future[LLM], rollout_id: str, task: Task, llm: LLM
     ) -> Outcome:
-        """Resolve `opened` with the rollout, and return its outcome once it ends or expires.
+        """Resolve `opened` with `llm`, and return the outcome once the rollout ends or expires.
 
         A rollout that expires counts if a reward was posted for it.
         """
         ended = self._ends[rollout_id] = asyncio.get_running_loop().create_future()
         if not opened.cancelled():
-            opened.set_result((rollout_id, llm))
+            opened.set_result(llm)
         try:
             while not ended.done():
                 left = self._max_idle_s - self._idle_s(rollout_id)
@@ -89,12 +90,5 @@ class ExternalAgents:
                 "reward",
                 reason="missing",
             )
-        if abs(reward) > self._config.max_abs_reward:
-            raise invalid(
-                f"reward is {reward:g}; expected a magnitude of at most "
-                f"{self._config.max_abs_reward:g} (rollout.max_abs_reward).",
-                "reward",
-                reason="out_of_range",
-                key="rollout.max_abs_reward",
-            )
+        check_size("reward", reward, self._config.max_abs_reward)
         return outcome_of({**fields.metrics, "reward": reward}, self._config)

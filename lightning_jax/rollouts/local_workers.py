@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -95,7 +95,7 @@ async def _keep(settings: dict[str, Any], queue: LeaseQueue) -> None:
         status, error = await _run(settings)
         queue.drop(name, f"ended with exit status {status}")
         if error is not None:
-            queue.fail(ConfigError(error["message"], reason=error["reason"], key=error["key"]))
+            queue.fail(unusable(error))
             return
         num_quick = num_quick + 1 if time.monotonic() - started < QUICK_S else 0
         if num_quick == MAX_QUICK:
@@ -116,6 +116,11 @@ async def _keep(settings: dict[str, Any], queue: LeaseQueue) -> None:
             extra={"event": "worker_ended", "worker": name, "status": status},
         )
         await asyncio.sleep(min(2.0**num_quick - 1, MAX_DELAY_S))
+
+
+def unusable(error: Mapping[str, Any]) -> ConfigError:
+    """Return the error that a worker reports if it cannot run the agent."""
+    return ConfigError(error["message"], reason=error["reason"], key=error["key"])
 
 
 async def _run(settings: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:

@@ -88,13 +88,8 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
     Raises ConfigError if there is none.
     """
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is no directory; pass the folder that holds your runs.",
-            reason="not_found",
-            key=str(folder),
-        )
-    found = [read_run(path, _name(path, folder)) for path in run_dirs(folder)]
+    require_folder(folder)
+    found = [read_run(path, name) for path, name in run_dirs(folder)]
     if not found:
         raise ConfigError(
             f"{folder} holds no run; pass the folder that holds your runs, or start one with "
@@ -185,12 +180,25 @@ def _training_rewards(run: RunSummary) -> list[float]:
     return [row["rollout/reward_mean"] for row in run.rows if "rollout/reward_mean" in row]
 
 
-def run_dirs(folder: Path) -> Iterator[Path]:
-    """Yield the run directories in a folder. A run's own folders are not searched."""
+def require_folder(folder: Path) -> None:
+    """Raise ConfigError if the folder does not exist."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no directory; pass the folder that holds your runs.",
+            reason="not_found",
+            key=str(folder),
+        )
+
+
+def run_dirs(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the run directories in a folder, and their names there.
+
+    A run's own folders are not searched.
+    """
     for path, names, files in os.walk(folder):
         if SETTINGS in files and {STORE, LOCK, METRICS} & set(files):
             names.clear()
-            yield Path(path)
+            yield Path(path), _name(Path(path), folder)
         elif len(Path(path).relative_to(folder).parts) >= MAX_DEPTH:
             names.clear()
         else:

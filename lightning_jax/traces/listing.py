@@ -10,7 +10,7 @@ from sqlite3 import Connection
 from typing import Any, Literal
 
 from lightning_jax.traces._sqlite import one_sentence, open_file
-from lightning_jax.traces.store import ROLLOUT_COLUMNS, as_rollout
+from lightning_jax.traces.store import ROLLOUT_COLUMNS, as_rollout, marks
 from lightning_jax.types import Rollout
 
 Order = Literal["task", "worst", "spread"]
@@ -164,14 +164,14 @@ class StoreListing:
 
     def tasks(self, rollout_ids: Sequence[str]) -> dict[str, dict[str, str]]:
         """Return the fields of the rollouts' tasks by rollout id."""
-        query = f"SELECT rollout_id, task FROM rollouts WHERE rollout_id IN {_marks(rollout_ids)}"
+        query = f"SELECT rollout_id, task FROM rollouts WHERE rollout_id IN ({marks(rollout_ids)})"
         return {name: json.loads(task) for name, task in self._all(query, rollout_ids)}
 
     def seconds(self, rollout_ids: Sequence[str]) -> dict[str, float]:
         """Return the time from the first to the last span of the rollouts that have spans."""
         rows = self._all(
             "SELECT rollout_id, MIN(start_ns), MAX(end_ns) FROM spans "
-            f"WHERE start_ns > 0 AND rollout_id IN {_marks(rollout_ids)} GROUP BY rollout_id",
+            f"WHERE start_ns > 0 AND rollout_id IN ({marks(rollout_ids)}) GROUP BY rollout_id",
             rollout_ids,
         )
         return {name: max(end - start, 0) / 1e9 for name, start, end in rows}
@@ -202,10 +202,6 @@ class StoreListing:
                 for (rollout_id,) in self._all(query, values):
                     found[f"{name}_{kind}"] = rollout_id
         return found
-
-
-def _marks(values: Sequence[object]) -> str:
-    return f"({', '.join('?' * len(values))})"
 
 
 def _escaped(text: str) -> str:

@@ -210,7 +210,7 @@ class Store:
         with self._transaction() as db:
             try:
                 db.execute(
-                    f"INSERT INTO rollouts ({ROLLOUT_COLUMNS}, task) VALUES ({_marks(row)})", row
+                    f"INSERT INTO rollouts ({ROLLOUT_COLUMNS}, task) VALUES ({marks(row)})", row
                 )
             except sqlite3.IntegrityError as error:
                 raise InvalidValue(
@@ -237,7 +237,7 @@ class Store:
             old = [known for known, legal in LEGAL_TRANSITIONS.items() if known and status in legal]
             changed = db.execute(
                 "UPDATE rollouts SET status = ?, reward = ?, reason = ?, detail = ?, metrics = ? "
-                f"WHERE rollout_id = ? AND status IN ({_marks(old)})",
+                f"WHERE rollout_id = ? AND status IN ({marks(old)})",
                 (status, reward, reason, detail, json.dumps(dict(metrics or {})), rollout_id, *old),
             ).rowcount
             if not changed:
@@ -388,10 +388,14 @@ class Store:
         return row[0] if row else None
 
     def add_external_group(self, group_id: str, step: int, name: str | None, task: Task) -> None:
-        """Record a group that a program outside opened in this step, with its whole task."""
+        """Record a group that a program outside opened in this step, with its whole task.
+
+        A group that is known stays as it is.
+        """
         with self._transaction() as db:
             db.execute(
-                "INSERT INTO external_groups (group_id, step, name, task) VALUES (?, ?, ?, ?)",
+                "INSERT INTO external_groups (group_id, step, name, task) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT DO NOTHING",
                 (group_id, step, name, json.dumps(task)),
             )
 
@@ -585,7 +589,8 @@ def _where(**conditions: object) -> tuple[str, list[object]]:
     return (f"WHERE {clause}" if given else ""), list(given.values())
 
 
-def _marks(row: Sequence[object]) -> str:
+def marks(row: Sequence[object]) -> str:
+    """Return SQL's placeholders for some values."""
     return ", ".join("?" * len(row))
 
 

@@ -12,6 +12,7 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, policy_indices
 from lightning_jax.rl.config import (
+    GROUP_BASELINES,
     INITIAL_TEACHER,
     AlgorithmConfig,
     BatchConfig,
@@ -191,7 +192,6 @@ def check_policies(
     _check_roles(policies, roles)
 
 
-GROUP_BASELINES = ("group_mean", "leave_one_out")
 CORRECTED = "algorithm.proximal=old algorithm.correction=truncate algorithm.correction_high=2"
 
 

@@ -68,7 +68,7 @@ class ExternalGroups:
         self._agents = ExternalAgents(config.rollout, config.agent.idle_s, runner.gateway.idle_s)
         self._open: list[OpenGroup] = []  # in order of their keys
         self._complete: list[Group] = []
-        self._running: dict[asyncio.Task[None], str] = {}  # ids of their rollouts, once known
+        self._running: dict[str, asyncio.Task[None]] = {}  # by rollout id
         self._present = StepGroups(runner.store, config)
         self._next_index = 0
         self._is_ready = False  # once the first step has read the store
@@ -99,23 +99,24 @@ class ExternalGroups:
                 retry_after_s=RETRY_AFTER_S,
             )
         group, (index, attempt) = self._place(name, task)
-        opened: asyncio.Future[tuple[str, LLM]] = asyncio.get_running_loop().create_future()
-        running = asyncio.create_task(self._run(group, index, attempt, opened))
-        self._running[running] = ""
+        request = RolloutRequest(group.task, "train", *group.key, index)
+        rollout_id = request.rollout(attempt).rollout_id
+        opened: asyncio.Future[LLM] = asyncio.get_running_loop().create_future()
+        running = asyncio.create_task(self._run(group, request, attempt, opened))
+        self._running[rollout_id] = running
+        running.add_done_callback(lambda _: self._running.pop(rollout_id))
         await asyncio.wait({running, opened}, return_when=asyncio.FIRST_COMPLETED)
         if not opened.done():
             opened.cancel()
             raise self._error or ApiError(503, "draining", "the run is ending.")
-        rollout_id, llm = opened.result()
-        return rollout_id, llm
+        return rollout_id, opened.result()
 
     async def end(self, rollout_id: str, fields: EndFields) -> Rollout:
         """End a rollout and return it as it is stored."""
         posted, scorer = self._runner.gateway.posted_reward(rollout_id), self._runner.scorer
         needs_reward = scorer is None or scorer.needs_agent_reward
         self._agents.end(rollout_id, fields, posted, needs_reward=needs_reward)
-        running = [task for task, known in self._running.items() if known == rollout_id]
-        await asyncio.wait(running)
+        await asyncio.wait({self._running[rollout_id]})
         return await self._runner.store.in_order(self._runner.store.rollout, rollout_id)
 
     # For the trainer
@@ -161,7 +162,7 @@ class ExternalGroups:
         """Refuse new rollouts, cancel those that run and their scoring, and wait for their end."""
         self._runner.gateway.take_rollouts(None)
         scoring = [group.scoring for group in self._complete if group.scoring]
-        running = [*self._running, *scoring]
+        running = [*self._running.values(), *scoring]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -212,20 +213,17 @@ class ExternalGroups:
     async def _run(
         self,
         group: OpenGroup,
-        index: int,
+        request: RolloutRequest,
         attempt: int,
-        opened: asyncio.Future[tuple[str, LLM]],
+        opened: asyncio.Future[LLM],
     ) -> None:
         """Run one rollout from outside, up to its end."""
-        (step, number), this = group.key, asyncio.current_task()
-        assert this is not None, "runs in a task of its own"
-        request = RolloutRequest(group.task, "train", step, number, index)
         store = self._runner.store
         try:
-            self._running[this] = request.rollout(attempt).rollout_id
-            if (index, attempt) == (0, 1):
+            if (request.index, attempt) == (0, 1):
                 await store.in_order(
-                    store.add_external_group, request.group_id, step, group.name, group.task
+                    store.add_external_group,
+                    *(request.group_id, request.step, group.name, group.task),
                 )
             rollout = await self._runner.run_once(
                 request, attempt, partial(self._agents.run, opened), draw=attempt
@@ -233,18 +231,17 @@ class ExternalGroups:
         except Exception as error:  # noqa: BLE001  (of our code: `take` raises it)
             self._error = error
         else:
-            self._finish(group, index, rollout)
+            self._finish(group, rollout)
         finally:
-            del self._running[this]
             self._changed.set()
 
-    def _finish(self, group: OpenGroup, index: int, rollout: Rollout) -> None:
+    def _finish(self, group: OpenGroup, rollout: Rollout) -> None:
         if rollout.status not in FINISHED:
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
             self._counts["expired" if rollout.reason == EXPIRED else "unfinished"] += 1
-            group.free.append((index, rollout.attempt + 1))
+            group.free.append((rollout.index, rollout.attempt + 1))
             return
-        group.finished[index] = rollout
+        group.finished[rollout.index] = rollout
         self._on_rollout()
         if group in self._open and len(group.finished) == group.size:
             self._complete_group(group)
@@ -264,8 +261,9 @@ class ExternalGroups:
     async def _begin_step(self, step: int) -> None:
         """Go to a step: read its stored groups, and drop groups that are too old."""
         oldest = max(step - self._config.algorithm.max_staleness, 0)
-        for opened_at in range(step if self._is_ready else oldest, step):
-            await self._restore(opened_at, step)
+        if not self._is_ready:
+            for opened_at in range(oldest, step):
+                await self._restore(opened_at, step)
         next_index = await self._restore(step, step)
         await self._present.begin(step)
         self._next_index = next_index
@@ -294,12 +292,13 @@ class ExternalGroups:
                 continue
             group = OpenGroup((opened_at, number), name, task, self._config.rollout.group_size)
             newest = {rollout.index: rollout for rollout in rollouts}  # attempts are in order
-            group.num_begun = len(newest)
-            for index, rollout in newest.items():
-                if rollout.status in FINISHED:
+            group.num_begun = max(newest, default=-1) + 1
+            for index in range(group.num_begun):
+                rollout = newest.get(index)
+                if rollout is not None and rollout.status in FINISHED:
                     group.finished[index] = rollout
-                else:
-                    group.free.append((index, rollout.attempt + 1))
+                else:  # a crash may have left a place without a rollout
+                    group.free.append((index, rollout.attempt + 1 if rollout else 1))
             self._open.append(group)
             if len(group.finished) == group.size:
                 self._complete_group(group)

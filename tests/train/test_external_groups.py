@@ -28,7 +28,7 @@ from lightning_jax.train.check import check_agent, check_start
 from lightning_jax.train.config import CheckpointConfig, Config
 from lightning_jax.train.data import load_tasks
 from lightning_jax.train.startup import open_run
-from lightning_jax.types import LLM, Task
+from lightning_jax.types import LLM, Rollout, Task
 
 KEY = "owner-key"
 CORRECTED = AlgorithmConfig(proximal="old", correction="truncate", max_staleness=2)
@@ -216,6 +216,17 @@ async def test_discarded_rollout_is_counted_and_not_trained(tmp_path: Path) -> N
         assert (ended["status"], ended["reason"]) == ("infrastructure_failure", "discarded")
         assert groups.take_metrics()["rollout/num_external_unfinished"] == 1
         taking.cancel()
+
+
+async def test_group_that_a_crash_left_without_its_first_rollout_is_filled(tmp_path: Path) -> None:
+    with contextlib.closing(Store(tmp_path / "store.sqlite")) as store:
+        store.add_external_group("train-00000-000", 0, "x", {"id": "x"})
+        store.add_rollout(Rollout("r", "x", "train-00000-000", "train", 0, 1, 1, "queued"))
+    async with _serving(_config(tmp_path)) as (groups, product):
+        taking = await _taking(groups, 0, 1)
+        ids = [(await product.serve(task={"id": "x"}))["rollout_id"] for _ in range(2)]
+        assert ids == ["train-00000-000-00-1", "train-00000-000-01-2"]
+        assert _ids(await taking) == [ids]
 
 
 async def test_groups_that_nobody_completes_are_dropped_once_too_old(tmp_path: Path) -> None:

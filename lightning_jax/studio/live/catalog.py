@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.load import RunReader, ViewError
-from lightning_jax.studio.runs import RunSummary, read_run, run_dirs
+from lightning_jax.studio.runs import RunSummary, read_run, require_folder, run_dirs
 from lightning_jax.traces.listing import StoreListing
 from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import ENDED, LOCK, METRICS, SETTINGS, STORE, require_run
@@ -125,13 +125,7 @@ class Catalog:
         self._lock = threading.Lock()
         self._runs: dict[str, WatchedRun] = {}
         for folder in self._folders:
-            if not folder.is_dir():
-                raise ConfigError(
-                    f"{folder} is no directory; pass run directories or the folder that holds "
-                    "them.",
-                    reason="not_found",
-                    key=str(folder),
-                )
+            require_folder(folder)
         self.scan()
         if not self._runs:
             raise ConfigError(
@@ -144,10 +138,10 @@ class Catalog:
     def scan(self) -> None:
         """Add the runs that are new, and close those whose directory is gone."""
         found = [
-            WatchedRun(path, _name(path, folder))
+            WatchedRun(path, name)
             for folder in self._folders
             if folder.is_dir()
-            for path in run_dirs(folder)
+            for path, name in run_dirs(folder)
         ]
         with self._lock:
             present = {run.key: self._runs.get(run.key, run) for run in found}
@@ -183,7 +177,3 @@ class Catalog:
     def close(self) -> None:
         for run in self.runs():
             run.close()
-
-
-def _name(path: Path, folder: Path) -> str:
-    return str(path if path == folder else path.relative_to(folder))
