@@ -20,7 +20,8 @@ class DeadlineClock:
 
     def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
-        # For each rollout that waits: ends its wait, and says whether its server was lost.
+        # An entry per waiting rollout: the future that ends its wait early, and a function that
+        # returns how its server was lost.
         self._watched: dict[asyncio.Future[None], Callable[[], str | None]] = {}
         self._stalled_s = 0.0
         self._due: float | None = None  # when the next tick should come; None: nobody waits

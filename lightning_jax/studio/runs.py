@@ -184,7 +184,8 @@ def require_folder(folder: Path) -> None:
     """Raise ConfigError if the folder does not exist."""
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no directory; pass the folder that holds your runs.",
+            f"{folder} is no directory; pass the folder that holds your runs, or start one with "
+            "`lightning-jax train`.",
             reason="not_found",
             key=str(folder),
         )

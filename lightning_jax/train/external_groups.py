@@ -274,7 +274,7 @@ class ExternalGroups:
         if not self._is_ready:
             self._is_ready = True
             url = self._runner.gateway.url
-            log.info("rollouts are opened with POST %s/v1/rollouts and serve.api_key", url)
+            log.info("open rollouts with POST %s/v1/rollouts and the key serve.api_key", url)
 
     async def _restore(self, opened_at: int, step: int) -> int:
         """Read the groups that an earlier process opened in a step and no step has taken.

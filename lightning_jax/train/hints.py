@@ -29,7 +29,7 @@ class Hints:
     end_id: int  # ends a message of the chat template
 
     def text(self, task: Task) -> str:
-        """Return the hint of a task, without blanks around it. "": the task has none.
+        """Return the stripped hint of a task, "" if the task has none.
 
         Raises HintError if the function raises or returns no string.
         """
