@@ -216,7 +216,7 @@ class Shell:
             path.write_text(json.dumps(json.loads(path.read_text()) | family))
 
     def run(self, command: Command) -> None:
-        places = {"ROLLOUT": "train-00000-000-00-1", "DIR": str(self.model)}
+        places = {"ROLLOUT": "train-00000-000-00-1", "DIR": str(self.model), "/data/runs": "runs"}
         words = [places.get(word, word) for word in command.words]
         variables = dict(variable.split("=", 1) for variable in command.variables)
         if "FUZZ_MINUTES" in variables:
@@ -230,6 +230,8 @@ class Shell:
                 assert json.loads(self._finish(["curl", "-sS", "--fail", address, *rest]))
             case ["lightning-jax", "serve", *rest]:
                 self._serve(rest)
+            case ["lightning-jax", "studio", *rest]:
+                self._show(rest)
             case ["lightning-jax", "worker", *rest]:
                 self._work(rest, variables)
             case ["lightning-jax", *rest]:
@@ -335,6 +337,13 @@ class Shell:
         _wait_until(lambda: f":{self.port}/v1" in process.text() or process.has_ended())
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz") as response:
             assert response.status == 200
+
+    def _show(self, rest: list[str]) -> None:
+        port = _free_port()
+        process = self._start([*LIGHTNING_JAX, "studio", *rest, "--port", str(port)], {})
+        _wait_until(lambda: f":{port}/" in process.text() or process.has_ended())
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as response:
+            assert b"<script" in response.read()
 
     def _work(self, rest: list[str], variables: dict[str, str]) -> None:
         """Run a worker until a run in the background has ended, which has only this worker."""
