@@ -229,8 +229,13 @@ def _train(arguments: argparse.Namespace) -> int:
     from lightning_jax.train.data import load_tasks
 
     stop_on_sigterm()
-    config = load_config(Config, settings_layers(arguments))
+    layers = settings_layers(arguments)
+    config = load_config(Config, layers)
     check_start(config)
+    if config.cluster.trainers:
+        from lightning_jax.cli.train_in_cluster import train_in_cluster
+
+        return train_in_cluster(config, layers, has_page=arguments.studio)
     tasks = load_tasks(config)
 
     from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks

@@ -26,10 +26,15 @@ class ClusterConfig(Section):
     workers: Natural = 0
     # Ray's resources for a worker.
     worker_resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    # Processes of the trainer: one on this machine, and others that Ray places. If one dies, all of
+    # them start again from the newest checkpoint. 0: this process trains.
+    trainers: Natural = 0
+    # Ray's resources for each other process of the trainer.
+    trainer_resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     timeout_s: Positive = 300.0  # for the cluster to place and start what is asked for
 
     def __post_init__(self) -> None:
-        for name in ("sampler_resources", "worker_resources"):
+        for name in ("sampler_resources", "worker_resources", "trainer_resources"):
             numbers = {key: float(number) for key, number in getattr(self, name).items()}
             object.__setattr__(self, name, numbers)
         object.__setattr__(self, "sampler_env", tuple(self.sampler_env))
@@ -41,11 +46,12 @@ class ClusterConfig(Section):
             self,
             address=(bool(is_known), "auto, local, HOST:PORT or none"),
             samplers=(
-                (self.samplers + self.workers > 0) == (self.address is not None),
-                "1 or more, or workers, with a cluster.address, and 0 without",
+                (self.samplers + self.workers + self.trainers > 0) == (self.address is not None),
+                "1 or more, or workers or trainers, with a cluster.address, and 0 without",
                 "conflict",
             ),
             sampler_resources=(_are_positive(self.sampler_resources), "numbers above 0"),
+            trainer_resources=(_are_positive(self.trainer_resources), "numbers above 0"),
             worker_resources=(_are_positive(self.worker_resources), "numbers above 0"),
             sampler_env=(
                 all(re.fullmatch(r"\w+=.*", pair, re.DOTALL) for pair in self.sampler_env),

@@ -231,6 +231,13 @@ def _check_serving(config: Config) -> None:
             reason="conflict",
             key="serve.orchestrator",
         )
+    if config.cluster.trainers:
+        raise ConfigError(
+            f"cluster.trainers is {config.cluster.trainers}, and only the command can start the "
+            "trainer's processes again; run `lightning-jax train`, or set cluster.trainers=0.",
+            reason="conflict",
+            key="cluster.trainers",
+        )
     if config.agent.external and (config.cluster.samplers or jax.process_count() > 1):
         raise ConfigError(
             "agent.external is true, and rollouts from outside need the engines in one process; "
@@ -238,11 +245,11 @@ def _check_serving(config: Config) -> None:
             reason="conflict",
             key="agent.external",
         )
-    if config.rollout.ahead and jax.process_count() > 1:
+    if config.rollout.ahead and jax.process_count() > 1 and not config.cluster.samplers:
         raise ConfigError(
             f"rollout.ahead is {config.rollout.ahead} and the run has {jax.process_count()} "
             "processes, of which the first serves on devices that also train; set "
-            "rollout.ahead=0.",
+            "rollout.ahead=0, or let samplers of a cluster serve.",
             reason="conflict",
             key="rollout.ahead",
         )

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ pytest.importorskip("ray", reason="the extra ray is not installed")
 pytestmark = pytest.mark.slow  # 138 s on a busy machine, of which the cluster takes 37
 
 TASKS: list[Task] = [{"id": f"t{i}", "question": "abcd"[i]} for i in range(4)]
-SAMPLER = {"sampler": 1.0}  # a resource of the second and the third node
+SAMPLER = {"sampler": 1.0}  # a resource of the second and the third node, see conftest.py
 AGENT = f'''
 """Agent that waits for a file before its call, and says in which process it runs."""
 
@@ -59,29 +58,6 @@ async def run(task, llm):
         await asyncio.sleep(0.02)
     return {{"reward": await toy_agent.run(task, llm), "pid": os.getpid()}}
 '''
-ENVIRONMENT = {
-    # All addresses are of the loopback interface.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_raylet_start_wait_time_s": "120",  # on a busy machine
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.getenv("PYTHONPATH", "")]),
-}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
-
-        small = {"num_cpus": 1, "object_store_memory": 100_000_000}
-        head = {**small, "include_dashboard": False}
-        made = Cluster(initialize_head=True, head_node_args=head)
-        for _ in range(2):
-            made.add_node(**small, resources=SAMPLER)
-        yield made
-        made.shutdown()
 
 
 def settings(ray_cluster: Any, folder: Path, **changes: Any) -> Config:

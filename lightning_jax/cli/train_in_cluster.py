@@ -1,0 +1,53 @@
+"""A training run whose trainer's processes are placed in a cluster."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from lightning_jax.cluster.ray_session import ray_session
+from lightning_jax.cluster.trainers import Trainers, Words, newest_checkpoint
+from lightning_jax.train.config import Config
+from lightning_jax.train.directory import CHECKPOINTS
+
+CHILD = "lightning_jax.cli.trainer_child"
+
+
+def train_in_cluster(config: Config, layers: Sequence[str], *, has_page: bool) -> int:
+    """Train with the processes that `cluster.trainers` asks for, and return the exit code.
+
+    `layers` are the files and settings of the command line. Raises ClusterError if processes of
+    the trainer die again and again.
+    """
+    directory = Path(config.run_dir).resolve()
+    words = Words(partial(_words, config, tuple(layers), has_page), os.getcwd())
+    newest = partial(newest_checkpoint, directory / CHECKPOINTS)
+    with ray_session(config.cluster) as ray:
+        return asyncio.run(Trainers(ray, config.cluster, str(directory), words, newest).run())
+
+
+def _words(
+    config: Config,
+    layers: tuple[str, ...],
+    has_page: bool,
+    index: int,
+    coordinator: str,
+    address: str,
+) -> list[str]:
+    """Return the command line of one process."""
+    cluster = config.cluster
+    settings = [
+        *layers,
+        "cluster.trainers=0",
+        f"cluster.address={address if cluster.samplers + cluster.workers else 'null'}",
+    ]
+    if cluster.trainers > 1:
+        settings += [
+            "distributed.mode=manual",
+            f"distributed.coordinator={coordinator}",
+            f"distributed.num_processes={cluster.trainers}",
+            f"distributed.process_id={index}",
+        ]
+    page = ["--studio"] if has_page and index == 0 else []
+    return ["-m", CHILD, "train", *page, *settings]
