@@ -1,6 +1,6 @@
-"""Measure layouts of agents, engines and trainer: in lock step, ahead, together and apart.
+"""Measure layouts of agents, engines and trainer: in lock step, ahead, in one process and more.
 
-    python benchmarks/layouts.py [--layouts lock_step shared disjoint] [--seeds 3] [--dir DIR]
+    python benchmarks/layouts.py [--layouts lock_step shared disjoint ray] [--seeds 3] [--dir DIR]
     python benchmarks/layouts.py --report DIR
 
 Every run trains SmolLM2 on the sums task with benchmarks/layouts_agent.py, whose tools take a
@@ -38,6 +38,14 @@ AHEAD = (
 )
 ONE_DEVICE = ("mesh.fsdp=1",)
 TWO_DEVICES = ("mesh.fsdp=1", "serve.mesh={data: 1, fsdp: 1, tensor: 1, first_device: 1}")
+# A sampler and two workers are processes of their own, which Ray starts on this machine.
+RAY = (
+    "cluster.address=local",
+    "cluster.samplers=1",
+    "cluster.sampler_resources={CPU: 0.5}",
+    "cluster.workers=2",
+    "cluster.worker_resources={CPU: 0.25}",
+)
 Row = Mapping[str, float]
 
 
@@ -53,6 +61,7 @@ LAYOUTS = {
     "lock_step": Kind(ONE_DEVICE),
     "shared": Kind((*ONE_DEVICE, *AHEAD)),
     "disjoint": Kind((*TWO_DEVICES, *AHEAD), num_devices=2),
+    "ray": Kind((*ONE_DEVICE, *AHEAD, *RAY)),
 }
 
 

@@ -71,6 +71,7 @@ def layout(name: str, config: Config, update_s: float) -> Layout:
         ahead=ahead,
         max_staleness=config.algorithm.max_staleness,
         decode_share=CPU_SHARE if ahead else None,
+        num_workers=config.cluster.workers,
     )
 
 

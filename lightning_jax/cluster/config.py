@@ -18,19 +18,20 @@ class ClusterConfig(Section):
     # Samplers. Each serves the policy on the devices that it gets, and the trainer's devices only
     # train. 0: the trainer's process serves.
     samplers: Natural = 0
-    # Ray's resources for a sampler: CPU, GPU, TPU, memory in bytes, or a name of your own.
-    sampler_resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    # Ray's resources for a sampler: CPU, GPU, TPU, memory in bytes, or a name of your own. By
+    # default a CPU.
+    sampler_resources: dict[str, float] = field(default_factory=dict)
     # Environment variables of a sampler, as NAME=value.
     sampler_env: tuple[str, ...] = field(default=(), repr=False)
     # Workers, which run agents instead of the trainer's process.
     workers: Natural = 0
-    # Ray's resources for a worker.
-    worker_resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    # Ray's resources for a worker, by default a CPU.
+    worker_resources: dict[str, float] = field(default_factory=dict)
     # Processes of the trainer: one on this machine, and others that Ray places. If one dies, all of
     # them start again from the newest checkpoint. 0: this process trains.
     trainers: Natural = 0
-    # Ray's resources for each other process of the trainer.
-    trainer_resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    # Ray's resources for each other process of the trainer, by default a CPU.
+    trainer_resources: dict[str, float] = field(default_factory=dict)
     timeout_s: Positive = 300.0  # for the cluster to place and start what is asked for
 
     def __post_init__(self) -> None:
@@ -58,6 +59,13 @@ class ClusterConfig(Section):
                 "variables as NAME=value",
             ),
         )
+
+    def resources(self, process: str) -> dict[str, float]:
+        """Return what a "sampler", "worker" or "trainer" takes.
+
+        The default is here, because settings are merged with the default of a field.
+        """
+        return getattr(self, f"{process}_resources") or {"CPU": 1.0}
 
 
 def _are_positive(resources: dict[str, float]) -> bool:

@@ -91,7 +91,7 @@ class Samplers:
             "sampler",
             SamplerActor,
             config.samplers,
-            config.sampler_resources,
+            config.resources("sampler"),
             config.timeout_s,
         )
         self._held: list[Held] = []

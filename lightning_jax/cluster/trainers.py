@@ -80,7 +80,7 @@ class Trainers:
         self._newest_checkpoint = newest_checkpoint
         number = config.trainers - 1
         self._kind = Kind(
-            "trainer", TrainerActor, number, config.trainer_resources, config.timeout_s
+            "trainer", TrainerActor, number, config.resources("trainer"), config.timeout_s
         )
         self._leader: ChildProcess | None = None
         self._signals = 0

@@ -24,7 +24,7 @@ class ClusterWorkers:
         """`run` names the run in the cluster."""
         self._ray, self._run, self.number = ray, run, config.workers
         self._kind = Kind(
-            "worker", WorkerActor, config.workers, config.worker_resources, config.timeout_s
+            "worker", WorkerActor, config.workers, config.resources("worker"), config.timeout_s
         )
 
     async def keep(self, index: int, settings: dict[str, Any], queue: LeaseQueue) -> None:

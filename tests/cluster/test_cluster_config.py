@@ -6,6 +6,8 @@ from coded import raises_coded
 from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import actor_options
 from lightning_jax.errors import FieldError
+from lightning_jax.settings import load_config
+from lightning_jax.train.config import Config
 
 
 @pytest.mark.parametrize("address", ["auto", "local", "10.0.0.1:6379", "head.example:6379"])
@@ -36,6 +38,13 @@ def test_resources_and_variables_are_checked() -> None:
         ClusterConfig("local", workers=1, worker_resources={"CPU": -1.0})
     with raises_coded(FieldError, "invalid", "sampler_env"):
         ClusterConfig("local", 1, sampler_env=("XLA_FLAGS",))
+
+
+def test_named_resources_replace_the_default() -> None:
+    words = ["cluster.address=local", "cluster.samplers=1", "cluster.sampler_resources={GPU: 1}"]
+    cluster = load_config(Config, words).cluster
+    assert cluster.resources("sampler") == {"GPU": 1.0}
+    assert cluster.resources("worker") == cluster.resources("trainer") == {"CPU": 1.0}
 
 
 def test_resources_as_ray_has_them() -> None:

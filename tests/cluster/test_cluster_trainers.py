@@ -149,7 +149,7 @@ def test_killed_head_resumes_with_the_same_command(cluster: Any, tmp_path: Path)
 
 
 def test_lost_node_costs_attempts_and_not_the_run(cluster: Any, tmp_path: Path) -> None:
-    """The node of the sampler is lost, and so is the trainer's process there. Another joins."""
+    """A node with a sampler, and perhaps the trainer's process 1, is lost. Another one joins."""
     resources = {"sampler": 0.5}
     asked = {"trainers": 2, "trainer_resources": resources}
     config = write_config(cluster, tmp_path, **asked, samplers=2, sampler_resources=resources)
