@@ -68,7 +68,7 @@ class NeedsDocker(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """What the Dockerfile of a task does, if it only places files."""
+    """Working directory, files and variables of a task whose Dockerfile makes nothing else."""
 
     workdir: str
     copies: tuple[tuple[str, str], ...]  # (source in environment/, path in the working directory)
