@@ -2,16 +2,24 @@
 
 import random
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from lightning_jax.environments import harbor
 from lightning_jax.types import Task
 
-WORDS = (
-    "apple bread cloud daisy eagle flame grape honey island jelly kite lemon maple night olive "
-    "pearl quilt river stone tiger umbrella violet water yarn zebra"
-).split()
-NAMES = "note list memo plan text data word item info page".split()
+PROMPTS = Path(__file__).parents[2] / "agents/mini_swe/small.yaml"
+WORDS = [
+    *("apple", "bread", "cloud", "daisy", "eagle", "flame", "grape", "honey", "island", "jelly"),
+    *("kite", "lemon", "maple", "night", "olive", "pearl", "quilt", "river", "stone", "tiger"),
+    *("umbrella", "violet", "water", "yarn", "zebra"),
+]
+NAMES = [
+    *("note", "list", "memo", "plan", "text", "data", "word", "item", "info", "page"),
+]
 TOML = """schema_version = "1.1"
 [metadata]
 level = {level}
@@ -38,7 +46,7 @@ def load_files(
 
     Words of dev tasks are in no train task. Level 0 writes a word to a file, level 1 copies a file.
     """
-    top = Path(root or cache_dir / "file_tasks")
+    top = Path(root or cache_dir / "file_tasks").resolve()
     rng = random.Random(split)
     words = WORDS[:5] if split == "dev" else WORDS[5:]
     for number in range(dev_size if split == "dev" else size):
@@ -46,7 +54,24 @@ def load_files(
         old, new = (f"{name}{rng.randrange(10)}.txt" for name in rng.sample(NAMES, 2))
         folder = top / split / f"{number:03d}"
         write_task(folder, level, word, old, new)
-    return harbor.load(top / split, "all", cache_dir, field="level")
+    return harbor.read_tasks(top / split, top, "level")
+
+
+def demonstrate(tasks: Sequence[Task]) -> list[list[dict[str, Any]]]:
+    """Return mini-swe-agent's conversation for each task, with the command of its solution."""
+    system = yaml.safe_load(PROMPTS.read_text())["agent"]["system_template"].rstrip("\n")
+    return [
+        [
+            {"role": "system", "content": system},
+            {"role": "user", "content": task["instruction"]},
+            {"role": "assistant", "content": f"```bash\n{_solution(task)}\n```"},
+        ]
+        for task in tasks
+    ]
+
+
+def _solution(task: Task) -> str:
+    return (Path(task["folder"]) / "solution/solve.sh").read_text().splitlines()[-1]
 
 
 def write_task(folder: Path, level: int, word: str, old: str, new: str) -> None:

@@ -90,19 +90,30 @@ def load(
             reason="not_found",
             key="data.root",
         )
-    top, left_out = Path(root).resolve(), Counter[str]()
+    top = Path(root).resolve()
     parts = (top / "train", top / "dev")
     is_split = all(part.is_dir() and not (part / "task.toml").exists() for part in parts)
-    tasks = []
-    for folder in _task_folders(top / split if is_split else top):
-        try:
-            tasks.append(read_task(folder, top, field))
-        except NeedsDocker as reason:
-            left_out[str(reason)] += 1
+    tasks, left_out = read_tasks(top / split if is_split else top, top, field)
     if not is_split:
         number = min(max(1, int(DEV_SHARE * len(tasks))), len(tasks))
         dev = set(random.Random(0).sample(range(len(tasks)), number))
         tasks = [task for i, task in enumerate(tasks) if (i in dev) == (split == "dev")]
+    return tasks, left_out
+
+
+def read_tasks(
+    folder: Path, top: Path, field: str = "difficulty"
+) -> tuple[list[Task], dict[str, int]]:
+    """Return all tasks in a folder, and the number left out for each reason. Raises UserError.
+
+    Ids are paths relative to `top`. Agents cannot read what is in it.
+    """
+    tasks, left_out = [], Counter[str]()
+    for path in _task_folders(folder):
+        try:
+            tasks.append(read_task(path, top, field))
+        except NeedsDocker as reason:
+            left_out[str(reason)] += 1
     return tasks, dict(left_out)
 
 
