@@ -14,13 +14,15 @@ import re
 import shlex
 import shutil
 import stat
+import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_jax.environments.docker import open_container
 from lightning_jax.environments.sandbox import (
     LOGS,
     TESTS,
@@ -48,6 +50,7 @@ from lightning_jax.types import LLM, Task
 log = logging.getLogger(__name__)
 
 DEV_SHARE = 0.2  # share of a folder without train and dev
+NEEDS_DOCKER = "needs_docker"  # reason of tasks that an image can serve
 MAX_REWARD_FILE = 2**16  # bytes
 # Directories that a container has and that a working directory cannot be here.
 TAKEN = {
@@ -76,13 +79,18 @@ class Setup:
 
 
 def load(
-    root: str | Path | None, split: str, cache_dir: Path, *, field: str = "difficulty"
+    root: str | Path | None,
+    split: str,
+    cache_dir: Path,
+    *,
+    field: str = "difficulty",
+    docker: bool = False,
 ) -> tuple[list[Task], dict[str, int]]:
     """Return the split's tasks in order of their names, and the number left out for each reason.
 
     `root` has task folders, of which a fixed fifth is dev, or folders `train` and `dev` with them.
-    Tasks that need Docker are left out. A task has the fields `instruction`, `folder`, and `field`
-    if the `[metadata]` of its task.toml has it. Raises UserError.
+    Tasks that need Docker are left out, unless `docker`. A task has the fields `instruction`,
+    `folder`, and `field` if the `[metadata]` of its task.toml has it. Raises UserError.
     """
     if root is None or not Path(root).is_dir():
         raise UserError(
@@ -93,7 +101,7 @@ def load(
     top = Path(root).resolve()
     parts = (top / "train", top / "dev")
     is_split = all(part.is_dir() and not (part / "task.toml").exists() for part in parts)
-    tasks, left_out = read_tasks(top / split if is_split else top, top, field)
+    tasks, left_out = read_tasks(top / split if is_split else top, top, field, docker)
     if not is_split:
         number = min(max(1, int(DEV_SHARE * len(tasks))), len(tasks))
         dev = set(random.Random(0).sample(range(len(tasks)), number))
@@ -102,7 +110,7 @@ def load(
 
 
 def read_tasks(
-    folder: Path, top: Path, field: str = "difficulty"
+    folder: Path, top: Path, field: str = "difficulty", docker: bool = False
 ) -> tuple[list[Task], dict[str, int]]:
     """Return all tasks in a folder, and the number left out for each reason. Raises UserError.
 
@@ -111,16 +119,20 @@ def read_tasks(
     tasks, left_out = [], Counter[str]()
     for path in _task_folders(folder):
         try:
-            tasks.append(read_task(path, top, field))
+            tasks.append(read_task(path, top, field, docker))
         except NeedsDocker as reason:
             left_out[str(reason)] += 1
     return tasks, dict(left_out)
 
 
-def read_task(folder: Path, top: Path, field: str = "difficulty") -> Task:
+def read_task(folder: Path, top: Path, field: str = "difficulty", docker: bool = False) -> Task:
     """Return the task of a folder under `top`. Raises UserError, or NeedsDocker."""
     settings = _settings(folder)
-    read_setup(folder, settings)
+    try:
+        read_setup(folder, settings)
+    except NeedsDocker as reason:
+        if not docker or str(reason) != NEEDS_DOCKER:
+            raise
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
             raise UserError(
@@ -151,12 +163,12 @@ def read_setup(folder: Path, settings: Mapping[str, Any]) -> Setup:
         raise NeedsDocker("needs_services")
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (source / name).exists():
-            raise NeedsDocker("needs_docker")
+            raise NeedsDocker(NEEDS_DOCKER)
     dockerfile = source / "Dockerfile"
     if dockerfile.exists():
         return _read_dockerfile(dockerfile.read_text(encoding="utf-8"))
     if "docker_image" in environment:
-        raise NeedsDocker("needs_docker")
+        raise NeedsDocker(NEEDS_DOCKER)
     return Setup(WORK, ((".", "."),), {})
 
 
@@ -173,28 +185,74 @@ async def run(
 ) -> dict[str, float]:
     """Run a command-line agent on a task, then the task's test script. Return its reward.
 
+    `sandbox` is auto, namespaces, processes, or docker, for the command in the task's image.
+
     The word `{instruction}` of the command stands for the instruction, which is also on standard
     input, in JSON. `env` is as `agent.env`. `limits` has max_processes, memory_mib and disk_mib.
     Time limits of the task apply if they are shorter. The tests run after the agent's time is over,
     too. Raises TestFailure if they write no reward.
     """
-    folder, kind = Path(task["folder"]), choose_kind(sandbox)
+    folder = Path(task["folder"])
     settings = _settings(folder)
-    setup = read_setup(folder, settings)
-    words = _command(command)
     agent_limits = _limits(min(agent_timeout_s, _seconds(settings, "agent", math.inf)), limits)
     test_limits = _limits(min(test_timeout_s, _seconds(settings, "verifier", 600.0)), limits)
-    outer = inherited(env or ())
+    start = _Start(task, llm, command, tuple(env or ()))
+    if sandbox == "docker":
+        return await _run_in_docker(folder, settings, start, agent_limits, test_limits)
+    kind, setup = choose_kind(sandbox), read_setup(folder, settings)
+    words, outer = _command(command), inherited(env or ())
     visible = [_directory_of(word) for word in words if os.path.isfile(word)]
     visible += [path for path in outer.get("PYTHONPATH", "").split(os.pathsep) if path]
     with open_box(kind, setup.workdir, visible, [task["root"]], setup.variables) as box:
         place_files(folder, setup, box)
-        known = {"id": task["id"], "instruction": _located(task["instruction"], box)}
+        known = start.known(_located(task["instruction"], box))
         variables = {**outer, **program_environment(known, llm)}
-        words = [word.replace("{instruction}", known["instruction"]) for word in words]
-        ended = await run_boxed(box, words, variables, json.dumps(known).encode(), agent_limits)
+        ended = await run_boxed(
+            box, _filled(words, known), variables, json.dumps(known).encode(), agent_limits
+        )
         _check_agent(ended)
         found = await run_tests(folder, box, settings, test_limits)
+    return found | {"agent_in_time": float(ended.exceeded is None)}
+
+
+@dataclass(frozen=True)
+class _Start:
+    """How the agent of an attempt is started."""
+
+    task: Task
+    llm: LLM
+    command: str | list[str]
+    env: tuple[str, ...]
+
+    def known(self, instruction: str) -> Task:
+        """Return what the agent gets of its task."""
+        return {"id": self.task["id"], "instruction": instruction}
+
+
+async def _run_in_docker(
+    folder: Path,
+    settings: Mapping[str, Any],
+    start: _Start,
+    agent_limits: BoxLimits,
+    test_limits: BoxLimits,
+) -> dict[str, float]:
+    """Run the agent and the tests in a container of the task's image."""
+    known = start.known(start.task["instruction"])
+    variables = program_environment(known, start.llm) | _chosen(start.env)
+    words = _filled(_words(start.command), known)
+    stdin = json.dumps(known).encode()
+    async with open_container(folder, settings, agent_limits) as container:
+        ended = await container.run(words, variables, agent_limits.timeout_s, stdin)
+        _check_agent(ended)
+        await container.end_processes()
+        await container.put(folder / "tests", TESTS)
+        with tempfile.TemporaryDirectory() as place:
+            (Path(place) / "verifier").mkdir()
+            await container.put(Path(place), LOGS)
+            script = ["bash", f"{TESTS}/test.sh"]
+            tested = await container.run(script, _test_variables(settings), test_limits.timeout_s)
+            await container.get(f"{LOGS}/verifier", Path(place) / "verifier")
+            found = _reward_of(tested, test_limits, Path(place) / "verifier")
     return found | {"agent_in_time": float(ended.exceeded is None)}
 
 
@@ -211,18 +269,27 @@ async def run_tests(
     (box.logs / "verifier").mkdir(parents=True)
     if box.kind == "processes":
         _rewrite_paths(box)
-    given = settings.get("verifier", {}).get("env", {})
-    variables = inherited(()) | {name: str(value) for name, value in given.items()}
+    variables = inherited(()) | _test_variables(settings)
     script = f"{box.path_of(TESTS)}/test.sh"
     ended = await run_boxed(box, ["bash", script], variables, b"", limits, with_tests=True)
+    return _reward_of(ended, limits, box.logs / "verifier")
+
+
+def _reward_of(ended: Ended, limits: BoxLimits, folder: Path) -> dict[str, float]:
+    """Return what the test script wrote. Raises TestFailure if that is no reward."""
     if ended.exceeded is not None:
         raise TestFailure(f"the test script used more than {_limit(ended, limits)}")
-    found = read_reward(box.logs / "verifier")
+    found = read_reward(folder)
     if found is None:
         raise TestFailure(
             f"the test script wrote no reward and ended with {ended.status}: {_last(ended.errors)}"
         )
     return found
+
+
+def _test_variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    given = settings.get("verifier", {}).get("env", {})
+    return {name: str(value) for name, value in given.items()}
 
 
 def read_reward(folder: Path) -> dict[str, float] | None:
@@ -301,9 +368,9 @@ def _read_dockerfile(text: str) -> Setup:
             case "COPY" | "ADD":
                 copies.append(shlex.split(rest))
             case _ if not name.startswith("#"):
-                raise NeedsDocker("needs_docker")  # such as RUN
+                raise NeedsDocker(NEEDS_DOCKER)  # such as RUN
     if not re.fullmatch(r"/\w[\w.-]*", workdir) or workdir[1:] in TAKEN:
-        raise NeedsDocker("needs_docker")
+        raise NeedsDocker(NEEDS_DOCKER)
     return Setup(workdir, tuple(c for words in copies for c in _copies(words, workdir)), variables)
 
 
@@ -313,13 +380,19 @@ def _copies(words: list[str], workdir: str) -> list[tuple[str, str]]:
     inside = os.path.relpath(os.path.join(workdir, target), workdir)
     escapes = any(os.path.normpath(s).startswith(("..", "/")) or "://" in s for s in sources)
     if not sources or escapes or inside.startswith("..") or any("--" in s[:2] for s in sources):
-        raise NeedsDocker("needs_docker")
+        raise NeedsDocker(NEEDS_DOCKER)
     is_folder = target.endswith("/") or len(sources) > 1
     return [(source, inside + "/" if is_folder else inside) for source in sources]
 
 
 def _command(command: str | list[str]) -> list[str]:
     """Return the words of a command line. Those that name files here become absolute."""
+    words = _words(command)
+    first = os.path.abspath(find_program(words[0], "agent.options.command"))
+    return [first, *(os.path.abspath(w) if os.path.isfile(w) else w for w in words[1:])]
+
+
+def _words(command: str | list[str]) -> list[str]:
     words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
     if not words:
         raise UserError(
@@ -327,8 +400,17 @@ def _command(command: str | list[str]) -> list[str]:
             reason="missing",
             key="agent.options.command",
         )
-    first = os.path.abspath(find_program(words[0], "agent.options.command"))
-    return [first, *(os.path.abspath(w) if os.path.isfile(w) else w for w in words[1:])]
+    return words
+
+
+def _filled(words: list[str], known: Task) -> list[str]:
+    return [word.replace("{instruction}", known["instruction"]) for word in words]
+
+
+def _chosen(env: Sequence[str]) -> dict[str, str]:
+    """Return only the variables that `env` names."""
+    names = {entry.partition("=")[0] for entry in env}
+    return {name: value for name, value in inherited(env).items() if name in names}
 
 
 def _directory_of(program: str) -> str:

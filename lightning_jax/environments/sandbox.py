@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 Kind = Literal["namespaces", "processes"]
 
 LAUNCHER = Path(__file__).with_name("isolate.py")
+NO_LIMITS = Limits()
 POLL_S = 0.2  # between two measurements of a box's size
 MAX_FILES = 20_000  # files and directories of a box
 PROBE_S = 20.0
@@ -129,22 +130,34 @@ async def run_boxed(
         "PWD": box.path_of(WORK),
     }
     line = [sys.executable, "-I", "-S", str(LAUNCHER), json.dumps(settings), *words]
-    program = asyncio.ensure_future(
-        run_program(line, variables, stdin, limits=_process_limits(box, limits))
+    full = asyncio.ensure_future(_until_full(box.folder, file_bytes))
+    return await run_limited(
+        line, variables, stdin, limits.timeout_s, _process_limits(box, limits), full
     )
-    watch = asyncio.ensure_future(_until_full(box.folder, file_bytes))
+
+
+async def run_limited(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    stdin: bytes,
+    timeout_s: float,
+    limits: Limits = NO_LIMITS,
+    full: asyncio.Future[None] | None = None,
+) -> Ended:
+    """Run a program until it exits, its time is over or `full` is done. Cancels `full`."""
+    program = asyncio.ensure_future(run_program(words, environment, stdin, limits=limits))
+    running = {program} if full is None else {program, full}
     try:
-        await asyncio.wait(
-            {program, watch}, timeout=limits.timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if program.done():
             return program.result()
-        return Ended(-9, "", "", "disk_mib" if watch.done() else "timeout_s")
+        is_full = full is not None and full.done()
+        return Ended(-9, "", "", "disk_mib" if is_full else "timeout_s")
     finally:
-        for task in (program, watch):
-            task.cancel()
+        for future in running:
+            future.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError):
-                await task
+                await future
 
 
 def choose_kind(asked: str) -> Kind:
