@@ -95,6 +95,10 @@ def run(task: Task, script: str, **options: Any) -> dict[str, float]:
     return asyncio.run(harbor.run(task, LLM_HERE, command=words, sandbox="docker", **options))
 
 
+def calls_of(docker: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (docker / "calls").read_text().splitlines()]
+
+
 def test_agent_and_tests_run_in_one_container_that_is_removed(docker: Path, tmp_path: Path) -> None:
     task = make_task(tmp_path / "tasks/hello")
     script = 'test ${#OPENAI_API_KEY} = 6 && test $MODE = x && echo "$0" > hello.txt'
@@ -103,7 +107,7 @@ def test_agent_and_tests_run_in_one_container_that_is_removed(docker: Path, tmp_
     found = asyncio.run(harbor.run(task, LLM_HERE, **options))
     assert found == {"reward": 1.0, "agent_in_time": 1.0}
     assert not list(docker.glob("lightning-*-*")) and not list(docker.glob("lightning-?????*/app"))
-    calls = [json.loads(line) for line in (docker / "calls").read_text().splitlines()]
+    calls = calls_of(docker)
     names = [call[0] for call in calls]
     order = ["image", "build", "run", "exec", "restart", "exec", "cp", "exec", "cp", "exec", "cp"]
     assert names == [*order, "rm"]
@@ -112,7 +116,7 @@ def test_agent_and_tests_run_in_one_container_that_is_removed(docker: Path, tmp_
     assert start[start.index("--pids-limit") + 1] == "64"
     assert "secret" not in (docker / "calls").read_text()
     run(task, "echo Hello > hello.txt")
-    assert [json.loads(line)[0] for line in (docker / "calls").open()].count("build") == 1
+    assert [call[0] for call in calls_of(docker)].count("build") == 1
 
 
 def test_failures_are_those_of_tests_and_of_docker(

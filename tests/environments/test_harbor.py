@@ -10,7 +10,8 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.environments import harbor, sandbox
-from lightning_jax.environments.harbor import NeedsDocker, Setup, TestFailure
+from lightning_jax.environments.harbor import TestFailure, folders
+from lightning_jax.environments.harbor.folders import NeedsDocker, Setup
 from lightning_jax.errors import UserError
 from lightning_jax.rollouts.program import ExitStatus, OverLimit, TemporaryFailure
 from lightning_jax.types import LLM, Task
@@ -251,7 +252,7 @@ def test_broken_folders_end_with_a_sentence(tmp_path: Path) -> None:
 )
 def test_dockerfiles_that_only_place_files(dockerfile: str, expected: Setup | None) -> None:
     if expected is not None:
-        assert harbor._read_dockerfile(dockerfile) == expected
+        assert folders._read_dockerfile(dockerfile) == expected
     else:
         with pytest.raises(NeedsDocker):
-            harbor._read_dockerfile(dockerfile)
+            folders._read_dockerfile(dockerfile)
