@@ -75,6 +75,9 @@ setup(
             "mcp>=1.11,<2",
             "pyarrow>=20",
         ],
+        "gym": ["reasoning-gym>=0.1.25"],  # docs/howto/tasks_from_reasoning_gym.md
+        # docs/howto/tasks_from_verifiers.md; its mcp is newer than that of calcx
+        "verifiers": ["verifiers>=0.4"],
         "ray": ["ray>=2.50"],  # cluster.address
         "ollama": ["ollama>=0.6"],  # agents/ollama_chat.py
         # google-jetstream itself is installed with --no-deps, see requirements-nodeps.txt

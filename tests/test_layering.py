@@ -20,6 +20,7 @@ ROOMS = (
         "rl",
         "gateway",
         "rollouts",
+        "environments",
         "cluster",
     ),
     *("train", "studio", "cli", "__main__", "testing"),

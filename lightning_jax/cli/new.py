@@ -4,6 +4,7 @@ Nothing heavy is imported.
 """
 
 import argparse
+import re
 import shlex
 import shutil
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.cli.runtime import installed_version
+from lightning_jax.environments.gym import usable_levels
 from lightning_jax.errors import UserError
 
 STARTER = Path(__file__).parent / "starter"  # has a folder for each template
@@ -21,10 +23,11 @@ TEMPLATES = {
     "tools": "a tool loop over the openai client; calculates with a tool",
     "roles": "a planner that trains and a worker that stays as it is",
     "langgraph": "a LangGraph agent that checks its reply and asks again",
+    "gym": "one question of a reasoning-gym family; `--gym NAME` chooses the family",
     "command": "a program, in any language: reads the task on stdin, prints the reward",
 }
 # Packages that a template's agent imports and lightning_jax does not require.
-NEEDED = {"langgraph": ("langgraph", "langchain-openai")}
+NEEDED = {"langgraph": ("langgraph", "langchain-openai"), "gym": ("reasoning-gym",)}
 
 
 class _ListAction(argparse.Action):
@@ -46,6 +49,8 @@ def add_new(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="what to make")
     template = "example to start from (default: %(default)s)"
     parser.add_argument("--template", choices=TEMPLATES, default="dates", help=template)
+    family = "task family of reasoning-gym, such as chain_sum, with the template gym"
+    parser.add_argument("--gym", metavar="NAME", help=family)
     parser.add_argument("--list", nargs=0, action=_ListAction, help="list the templates and exit")
 
 
@@ -56,7 +61,15 @@ def run_new(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"{folder} already exists; pass a new directory.", reason="exists", key="DIR"
         )
-    source = STARTER / arguments.template
+    template = "gym" if arguments.gym else arguments.template
+    levels = usable_levels(arguments.gym) if arguments.gym else []
+    if arguments.gym and not levels:
+        raise UserError(
+            f"{arguments.gym} makes no tasks at its first levels; choose another family.",
+            reason="unusable",
+            key=arguments.gym,
+        )
+    source = STARTER / template
     try:
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
     except OSError as error:
@@ -65,14 +78,23 @@ def run_new(arguments: argparse.Namespace) -> int:
             reason="not_created",
             key="DIR",
         ) from error
+    if arguments.gym:
+        _set_family(folder / "config.yaml", arguments.gym, levels)
     for path in sorted(folder.iterdir()):
         print(path)
     found = shutil.which("lightning-jax")  # None if the command is not on PATH
     command = "lightning-jax" if found else f"{sys.executable} -m lightning_jax"
-    needed = NEEDED.get(arguments.template, ())
+    needed = NEEDED.get(template, ())
     missing = [name for name in needed if installed_version(name) is None]
     print(f"\ncd {shlex.quote(str(folder))}")
     if missing:
         print(f"pip install {' '.join(missing)}   # not installed here; the agent imports them")
     print(f"{command} try     # the agent once: calls, tokens, reward\n{command} train")
     return 0
+
+
+def _set_family(config: Path, family: str, levels: list[int]) -> None:
+    """Write a family and its levels into the settings of the template `gym`."""
+    text = config.read_text()
+    text = re.sub("family: .*", f"family: {family}", text)
+    config.write_text(re.sub(r"levels: \[.*?\]", f"levels: {levels}", text))

@@ -51,6 +51,8 @@ class DifficultyConfig(Section):
     min_weight: Annotated[float, Gt(0), Le(1)] = 0.1
     # Groups in a row with full rewards only, after which a task is left out. 0: never.
     solved_visits: Natural = 3
+    # Task field, such as `level`. Unseen tasks have the pass rate of seen ones with the same value.
+    by: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ no rollout is spent on the estimate.
 The order is a pure function of the estimates, the seed and the step. Nothing depends on time.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -86,13 +87,15 @@ class DifficultySampler:
     def __init__(self, tasks: Sequence[Task], config: DifficultyConfig, seed: int) -> None:
         self._tasks, self._config, self._seed = tasks, config, seed
         self._estimates: dict[str, Estimate] = {}
+        self._shared: dict[str, Estimate] = {}  # by the value of `config.by`, as JSON
+        self._value_of = {task["id"]: _value(task, config.by) for task in tasks if config.by}
         self._step, self._drawn = 0, 0  # steps observed, and tasks drawn since
         self._order: list[int] | None = None  # of this step, made when it is needed
 
     def draw(self, number: int) -> list[Task]:
         """Return the next tasks. Within a step none comes twice before all have come."""
         if self._order is None:
-            weights = [task_weight(known, self._config) for known in self._known()]
+            weights = [self._weight(task["id"]) for task in self._tasks]
             self._order = task_order(weights, self._seed, self._step)
         size = len(self._order)
         places = range(self._drawn, self._drawn + number)
@@ -109,16 +112,33 @@ class DifficultySampler:
         for task_id, rewards in groups.values():
             known = self._estimates.get(task_id)
             self._estimates[task_id] = after_visit(known, rewards, self._config)
+            if (value := self._value_of.get(task_id)) is not None:
+                known = self._shared.get(value)
+                self._shared[value] = after_visit(known, rewards, self._config)
         self._step, self._drawn, self._order = self._step + 1, 0, None
         return self._metrics()
 
     def state(self) -> dict[str, Any]:
-        estimates = {name: list(astuple(known)) for name, known in self._estimates.items()}
-        return {"step": self._step, "drawn": self._drawn, "estimates": estimates}
+        return {
+            "step": self._step,
+            "drawn": self._drawn,
+            "estimates": {name: list(astuple(e)) for name, e in self._estimates.items()},
+            "shared": {value: list(astuple(e)) for value, e in self._shared.items()},
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._step, self._drawn, self._order = state["step"], state["drawn"], None
         self._estimates = {name: Estimate(*known) for name, known in state["estimates"].items()}
+        shared = state.get("shared", {})
+        self._shared = {value: Estimate(*known) for value, known in shared.items()}
+
+    def _weight(self, task_id: str) -> float:
+        """Return the weight of a task. An unseen one is as difficult as those of equal value."""
+        known = self._estimates.get(task_id)
+        if known is None:
+            known = self._shared.get(self._value_of.get(task_id, ""))
+            known = known and replace(known, num_solved=0)  # this one is not left out
+        return task_weight(known, self._config)
 
     def _known(self) -> list[Estimate | None]:
         """Return the estimate of each task, in order."""
@@ -134,3 +154,7 @@ class DifficultySampler:
             "left_out": sum(is_left_out(estimate, self._config) for estimate in seen),
         }
         return {f"rollout/tasks_{name}_share": n / len(known) for name, n in counts.items()}
+
+
+def _value(task: Task, field: str) -> str:
+    return json.dumps(task.get(field), sort_keys=True, default=repr)

@@ -175,3 +175,50 @@ def test_the_order_by_difficulty_refuses_groups_that_run_ahead():
         load_config(Config, [*settings, "data.sampler=difficulty"])
     with raises_coded(ConfigError, "unknown", "data.sampler"):
         load_config(Config, ["data.sampler=hard"])
+
+
+def by_level(draws: list[Task]) -> Counter[int]:
+    return Counter(task["level"] for task in draws)
+
+
+def test_unseen_tasks_follow_the_pass_rate_of_their_level():
+    """Play a policy that solves one level always, one half of the time, and one never."""
+    settings = dataclasses.replace(SETTINGS, by="level", solved_visits=0)
+    tasks: list[Task] = [{"id": f"{x}-{i}", "level": x} for x in range(4) for i in range(300)]
+
+    def run(rates: dict[int, float], seed: int) -> Counter[int]:
+        rng, found = np.random.default_rng(seed), Counter[int]()
+        for step in range(40):
+            drawn = sampler.draw(8)
+            results = {
+                t["id"]: [float(rng.random() < rates[t["level"]]) for _ in range(8)] for t in drawn
+            }
+            sampler.observe(rollouts(results))  # type: ignore[arg-type]
+            found += by_level(drawn) if step >= 16 else Counter()
+        return found
+
+    sampler = DifficultySampler(tasks, settings, seed=1)
+    first = run({0: 1.0, 1: 0.5, 2: 0.0, 3: 0.0}, 0)
+    assert first[1] > 0.6 * first.total()
+    # The policy improves, and the next level becomes the one that teaches most.
+    second = run({0: 1.0, 1: 1.0, 2: 0.5, 3: 0.0}, 1)
+    assert second[2] > 0.5 * second.total()  # seen tasks of level 1 keep their old rate
+    sampler = DifficultySampler(tasks, dataclasses.replace(settings, by=None), seed=1)
+    blind = run({0: 1.0, 1: 0.5, 2: 0.0, 3: 0.0}, 0)
+    assert blind[1] < 0.4 * blind.total()  # hardly any task comes twice
+
+
+def test_weights_of_unseen_tasks_by_hand_and_after_a_restart():
+    settings = dataclasses.replace(SETTINGS, by="level", solved_visits=1)
+    tasks: list[Task] = [{"id": "a", "level": 0}, {"id": "b", "level": 0}, {"id": "c", "level": 1}]
+    sampler = DifficultySampler([*tasks, {"id": "d"}], settings, seed=0)
+    sampler.observe(rollouts({"a": [1.0, 1.0, 1.0, 0.0]}))
+    again = DifficultySampler([*tasks, {"id": "d"}], settings, seed=0)
+    again.restore(json.loads(json.dumps(sampler.state())))
+    for found in (sampler, again):
+        weights = [found._weight(name) for name in "abcd"]
+        assert weights == pytest.approx([0.75, 0.75, 1.0, 1.0])
+    sampler.observe(rollouts({"a": [1.0, 1.0], "d": [0.0]}))
+    # a is left out; b is as its level, 0.75 + 0.5 * 0.25; nothing like d is left.
+    weights = [sampler._weight(name) for name in "abcd"]
+    assert weights == pytest.approx([0.0, 4 * 0.875 * 0.125, 1.0, 0.1])

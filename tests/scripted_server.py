@@ -1,6 +1,7 @@
 """Test double of an OpenAI-compatible server that returns the given replies in order."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ class Script:
         """Names of the calling agents, in order."""
         return [headers["x-agent-name"] for headers in self.headers]
 
-    async def complete(self, request: web.Request) -> web.Response:
+    async def complete(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
         self.headers.append(request.headers)
         reply = self.replies[len(self.bodies) - 1]
@@ -39,6 +40,8 @@ class Script:
             )
         message = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
         reason = "tool_calls" if message.get("tool_calls") else "stop"
+        if self.bodies[-1].get("stream"):
+            return await _stream(request, message, reason)
         return web.json_response(
             {
                 "id": f"chatcmpl-{len(self.bodies)}",
@@ -53,6 +56,17 @@ class Script:
     async def not_found(self, request: web.Request) -> web.Response:
         self.other_paths.append(request.path)
         return web.json_response({}, status=404)
+
+
+async def _stream(request: web.Request, message: dict[str, Any], reason: str) -> web.StreamResponse:
+    """Answer with a stream of one chunk."""
+    choice = {"index": 0, "delta": message, "finish_reason": reason}
+    chunk = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "policy"}
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(f"data: {json.dumps(chunk | {'choices': [choice]})}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    return response
 
 
 def calling(name: str, arguments: str, *, text: str | None = None) -> dict[str, Any]:

@@ -1,0 +1,215 @@
+"""Tasks of the `reasoning-gym` package, scored by its own verifiers.
+
+A family makes any number of tasks from a seed, at levels of difficulty. `load` is a loader for
+`data.load`, and `score` gives the reward of a reply. A task names its family, level, seed and
+index, and `score` generates it again: verifiers read fields that JSON would change.
+
+The package (extra `gym`) is imported when it is first used, which takes seconds.
+"""
+
+import contextlib
+import difflib
+import importlib
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightning_jax.errors import UserError
+from lightning_jax.types import Task
+
+MAX_SIZE = 2**20  # tasks of a level; seeds of levels and splits are this far apart
+DEV_SEED = 2**28  # added to the seed for evaluation
+FIRST_LEVELS = (0, 1, 2)  # what `lightning-jax new --gym` offers
+COMBINED = {"composite"}  # needs a list of other families
+
+
+def load(
+    root: str | Path | None,
+    split: str,
+    cache_dir: Path,
+    *,
+    family: str,
+    levels: Sequence[int] = FIRST_LEVELS,
+    size: int = 200,
+    dev_size: int = 20,
+    seed: int = 0,
+) -> tuple[list[Task], dict[str, int]]:
+    """Return `size` tasks of each level, or `dev_size` for evaluation, and the numbers left out.
+
+    Tasks have the fields `question`, `answer` and `level`. Repeated questions are used once, and
+    questions of the dev split are not trained on. Raises UserError for an unknown family or level.
+    """
+    made = _generate(family, levels, split, size, dev_size, seed)
+    tasks, dropped = _distinct([task for task in made if task])
+    dropped["not_generated"] = made.count(None)
+    if split == "train":
+        dev_tasks = _generate(family, levels, "dev", size, dev_size, seed)
+        asked = {task["question"] for task in dev_tasks if task}
+        kept = [task for task in tasks if task["question"] not in asked]
+        dropped["in_dev"] = len(tasks) - len(kept)
+        tasks = kept
+    return tasks, {reason: number for reason, number in dropped.items() if number}
+
+
+def score(task: Mapping[str, Any], reply: str) -> float:
+    """Return the reward of a reply, in [0, 1], by the family's own verifier.
+
+    Raises UserError if this version of the package does not generate the task.
+    """
+    made = task["gym"]
+    dataset = _dataset(made["family"], made["level"], made["seed"], made["size"])
+    entry = dataset[made["index"]]
+    if entry["question"] != task["question"]:
+        raise UserError(
+            f"reasoning-gym does not generate the task {task['id']!r} again; use the version with "
+            "which the run began.",
+            reason="changed",
+            key=task["id"],
+        )
+    return float(dataset.score_answer(reply.strip(), entry))
+
+
+def families() -> list[str]:
+    """Return the names of all families."""
+    return sorted(set(_package("reasoning_gym.factory").DATASETS) - COMBINED)
+
+
+def num_levels(family: str) -> int:
+    """Return the number of levels of a family, 1 if it has no curriculum."""
+    _check_family(family)
+    factory = _package("reasoning_gym.factory")
+    if not factory.has_curriculum(family):
+        return 1
+    attributes = factory.create_curriculum(family).attributes.values()
+    return max((len(attribute.levels) for attribute in attributes), default=1)
+
+
+def usable_levels(family: str) -> list[int]:
+    """Return those of the first levels at which the family generates a task."""
+    found = []
+    for level in FIRST_LEVELS[: num_levels(family)]:
+        with contextlib.suppress(UserError):
+            _of_level(family, level, 0, 4, "train")
+            found.append(level)
+    return found
+
+
+def _generate(
+    family: str, levels: Sequence[int], split: str, size: int, dev_size: int, seed: int
+) -> list[Task | None]:
+    """Return the tasks of a split, and None for those that the generator gave up on."""
+    number = size if split == "train" else dev_size
+    if not 0 < number <= MAX_SIZE:
+        name = "size" if split == "train" else "dev_size"
+        raise UserError(
+            f"data.options.{name} is {number}; expected 1 to {MAX_SIZE}.",
+            reason="out_of_range",
+            key=f"data.options.{name}",
+        )
+    first = seed + (DEV_SEED if split == "dev" else 0)
+    found: list[Task | None] = []
+    for level in levels:
+        found += _of_level(family, level, first + level * MAX_SIZE, number, split)
+    return found
+
+
+def _of_level(family: str, level: int, seed: int, size: int, split: str) -> list[Task | None]:
+    """Return the tasks of a level. Raises UserError if the generator makes none of them."""
+    dataset, found, failure = _dataset(family, level, seed, size), [], None
+    for index in range(size):
+        try:
+            entry = dataset[index]
+        except Exception as error:  # noqa: BLE001 - foreign code, such as no puzzle found
+            failure = error
+            found.append(None)
+            continue
+        answer = entry["answer"]
+        made = {"family": family, "level": level, "seed": seed, "size": size, "index": index}
+        found.append(
+            {
+                "id": f"{family}-{split}-{level}-{index}",
+                "question": entry["question"],
+                "answer": answer if answer is None else str(answer),
+                "level": level,
+                "gym": made,
+            }
+        )
+    if failure is not None and not any(found):
+        raise _unusable(family, level, failure) from failure
+    return found
+
+
+@lru_cache(maxsize=64)
+def _dataset(family: str, level: int, seed: int, size: int) -> Any:
+    """Return a family's data set at a level. It generates tasks when they are read."""
+    highest = num_levels(family) - 1
+    if not 0 <= level <= highest:
+        raise UserError(
+            f"{family} has no level {level}; use 0 to {highest} in data.options.levels.",
+            reason="out_of_range",
+            key="data.options.levels",
+        )
+    factory = _package("reasoning_gym.factory")
+    dataset_class, config_class = factory.DATASETS[family]
+    given = {"seed": seed, "size": size}
+    try:
+        if factory.has_curriculum(family):
+            curricula = _package("reasoning_gym.coaching.base_curriculum")
+            only_this = curricula.DefaultCurriculumContext(
+                mode=curricula.RangeAttributeMode.UPPER_BOUND
+            )
+            curriculum = factory.create_curriculum(family)
+            curriculum.set_global_level(level)
+            config = curriculum.generate_configuration(given, context=only_this)
+        else:
+            config = config_class(**given)
+        return dataset_class(config=config)
+    except Exception as error:  # levels that the family's own check refuses
+        raise _unusable(family, level, error) from error
+
+
+def _distinct(tasks: Sequence[Task]) -> tuple[list[Task], Counter[str]]:
+    """Return the tasks with different questions, and count the others."""
+    by_question = {task["question"]: task for task in reversed(tasks)}
+    kept = [task for task in tasks if by_question[task["question"]] is task]
+    return kept, Counter(repeated=len(tasks) - len(kept))
+
+
+def _check_family(family: str) -> None:
+    known = families()
+    if family in known:
+        return
+    close = difflib.get_close_matches(family, known, 3, cutoff=0.4)
+    close = close or [name for name in known if family in name][:3]
+    meant = f"did you mean {', '.join(close)}?" if close else "see the package's gallery."
+    raise UserError(
+        f"reasoning-gym has no task family {family!r}; {meant}", reason="unknown", key=family
+    )
+
+
+def _unusable(family: str, level: int, error: Exception) -> UserError:
+    text = str(error) or type(error).__name__
+    return UserError(
+        f"{family} makes no tasks at level {level} ({text}); leave it out of data.options.levels.",
+        reason="unusable",
+        key="data.options.levels",
+    )
+
+
+def _package(module: str) -> ModuleType:
+    """Import a module of reasoning-gym. Raises UserError if it is not installed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a requirement of it has old code
+            importlib.import_module("reasoning_gym")  # registers the families
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{error.name} is not installed; run pip install reasoning-gym.",
+            reason="not_installed",
+            key="reasoning-gym",
+        ) from error

@@ -1,0 +1,305 @@
+"""Attempts at Harbor tasks: a command-line agent, then the test script and its reward."""
+
+import json
+import logging
+import math
+import os
+import re
+import shlex
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_jax.environments.docker import open_container
+from lightning_jax.environments.harbor.folders import place_files, read_settings, read_setup
+from lightning_jax.environments.sandbox import (
+    LOGS,
+    TESTS,
+    WORK,
+    Box,
+    BoxLimits,
+    choose_kind,
+    open_box,
+    run_boxed,
+)
+from lightning_jax.errors import UserError
+from lightning_jax.loading import find_program
+from lightning_jax.rollouts.process import Ended
+from lightning_jax.rollouts.program import (
+    TEMPORARY_FAILURE,
+    ExitStatus,
+    KilledBySignal,
+    OverLimit,
+    TemporaryFailure,
+    inherited,
+    program_environment,
+)
+from lightning_jax.types import LLM, Task
+
+log = logging.getLogger(__name__)
+
+MAX_REWARD_FILE = 2**16  # bytes
+
+
+class TestFailure(Exception):
+    """End of the test script without a reward."""
+
+    __test__ = False  # no test of pytest
+
+
+async def run(
+    task: Task,
+    llm: LLM,
+    *,
+    command: str | list[str],
+    sandbox: str = "auto",
+    env: list[str] | None = None,
+    agent_timeout_s: float = 120.0,
+    test_timeout_s: float = 60.0,
+    limits: dict[str, int] | None = None,
+) -> dict[str, float]:
+    """Run a command-line agent on a task, then the task's test script. Return its reward.
+
+    `sandbox` is auto, namespaces, processes, or docker, for the command in the task's image.
+
+    The word `{instruction}` of the command stands for the instruction, which is also on standard
+    input, in JSON. `env` is as `agent.env`. `limits` has max_processes, memory_mib and disk_mib.
+    Time limits of the task apply if they are shorter. The tests run after the agent's time is over,
+    too. Raises TestFailure if they write no reward.
+    """
+    folder = Path(task["folder"])
+    settings = read_settings(folder)
+    agent_limits = _limits(min(agent_timeout_s, _seconds(settings, "agent", math.inf)), limits)
+    test_limits = _limits(min(test_timeout_s, _seconds(settings, "verifier", 600.0)), limits)
+    start = _Start(task, llm, command, tuple(env or ()))
+    if sandbox == "docker":
+        return await _run_in_docker(folder, settings, start, agent_limits, test_limits)
+    kind, setup = choose_kind(sandbox), read_setup(folder, settings)
+    words, outer = _command(command), inherited(env or ())
+    visible = [_directory_of(word) for word in words if os.path.isfile(word)]
+    visible += [path for path in outer.get("PYTHONPATH", "").split(os.pathsep) if path]
+    with open_box(kind, setup.workdir, visible, [task["root"]], setup.variables) as box:
+        place_files(folder, setup, box)
+        known = start.known(_located(task["instruction"], box))
+        variables = {**outer, **program_environment(known, llm)}
+        ended = await run_boxed(
+            box, _filled(words, known), variables, json.dumps(known).encode(), agent_limits
+        )
+        _check_agent(ended)
+        found = await run_tests(folder, box, settings, test_limits)
+    return found | {"agent_in_time": float(ended.exceeded is None)}
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Agent and task of an attempt."""
+
+    task: Task
+    llm: LLM
+    command: str | list[str]
+    env: tuple[str, ...]
+
+    def known(self, instruction: str) -> Task:
+        """Return what the agent gets of its task."""
+        return {"id": self.task["id"], "instruction": instruction}
+
+
+async def _run_in_docker(
+    folder: Path,
+    settings: Mapping[str, Any],
+    start: _Start,
+    agent_limits: BoxLimits,
+    test_limits: BoxLimits,
+) -> dict[str, float]:
+    """Run the agent and the tests in a container of the task's image."""
+    known = start.known(start.task["instruction"])
+    variables = program_environment(known, start.llm) | _chosen(start.env)
+    words = _filled(_words(start.command), known)
+    stdin = json.dumps(known).encode()
+    async with open_container(folder, settings, agent_limits) as container:
+        ended = await container.run(words, variables, agent_limits.timeout_s, stdin)
+        _check_agent(ended)
+        await container.end_processes()
+        await container.put(folder / "tests", TESTS)
+        with tempfile.TemporaryDirectory() as place:
+            (Path(place) / "verifier").mkdir()
+            await container.put(Path(place), LOGS)
+            script = ["bash", f"{TESTS}/test.sh"]
+            tested = await container.run(script, _test_variables(settings), test_limits.timeout_s)
+            await container.get(f"{LOGS}/verifier", Path(place) / "verifier")
+            found = _reward_of(tested, test_limits, Path(place) / "verifier")
+    return found | {"agent_in_time": float(ended.exceeded is None)}
+
+
+async def run_tests(
+    folder: Path, box: Box, settings: Mapping[str, Any], limits: BoxLimits
+) -> dict[str, float]:
+    """Run the test script in a box, and return the numbers that it wrote as `reward` and others.
+
+    Raises TestFailure if there are none.
+    """
+    for directory in (box.tests, box.logs):  # whatever the agent left there
+        shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(folder / "tests", box.tests, symlinks=True)
+    (box.logs / "verifier").mkdir(parents=True)
+    if box.kind == "processes":
+        _rewrite_paths(box)
+    variables = inherited(()) | _test_variables(settings)
+    script = f"{box.path_of(TESTS)}/test.sh"
+    ended = await run_boxed(box, ["bash", script], variables, b"", limits, with_tests=True)
+    return _reward_of(ended, limits, box.logs / "verifier")
+
+
+def _reward_of(ended: Ended, limits: BoxLimits, folder: Path) -> dict[str, float]:
+    """Return what the test script wrote. Raises TestFailure if that is no reward."""
+    if ended.exceeded is not None:
+        raise TestFailure(f"the test script used more than {_limit(ended, limits)}")
+    found = read_reward(folder)
+    if found is None:
+        raise TestFailure(
+            f"the test script wrote no reward and ended with {ended.status}: {_last(ended.errors)}"
+        )
+    return found
+
+
+def _test_variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    given = settings.get("verifier", {}).get("env", {})
+    return {name: str(value) for name, value in given.items()}
+
+
+def read_reward(folder: Path) -> dict[str, float] | None:
+    """Return the numbers in reward.json or reward.txt, with one named `reward`, or None.
+
+    Several numbers without that name are averaged. Links are not followed.
+    """
+    if os.path.lexists(folder / "reward.json"):
+        try:
+            found = json.loads(_read_plain(folder / "reward.json") or "")
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(found, dict) or not found:
+            return None
+        if not all(type(value) in (int, float, bool) for value in found.values()):
+            return None
+        numbers = {name: float(value) for name, value in found.items()}
+        numbers.setdefault("reward", math.fsum(numbers.values()) / len(numbers))
+        return numbers if all(map(math.isfinite, numbers.values())) else None
+    text = _read_plain(folder / "reward.txt")
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return {"reward": value} if math.isfinite(value) else None
+
+
+def _command(command: str | list[str]) -> list[str]:
+    """Return the words of a command line. Those that name files here become absolute."""
+    words = _words(command)
+    first = os.path.abspath(find_program(words[0], "agent.options.command"))
+    return [first, *(os.path.abspath(w) if os.path.isfile(w) else w for w in words[1:])]
+
+
+def _words(command: str | list[str]) -> list[str]:
+    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    if not words:
+        raise UserError(
+            "agent.options.command is empty; expected a command line.",
+            reason="missing",
+            key="agent.options.command",
+        )
+    return words
+
+
+def _filled(words: list[str], known: Task) -> list[str]:
+    return [word.replace("{instruction}", known["instruction"]) for word in words]
+
+
+def _chosen(env: Sequence[str]) -> dict[str, str]:
+    """Return only the variables that `env` names."""
+    names = {entry.partition("=")[0] for entry in env}
+    return {name: value for name, value in inherited(env).items() if name in names}
+
+
+def _directory_of(program: str) -> str:
+    """Return the directory of a file, or the environment whose bin has it."""
+    parent = Path(program).parent
+    return str(parent.parent if parent.name == "bin" else parent)
+
+
+def _limits(timeout_s: float, given: Mapping[str, int] | None) -> BoxLimits:
+    names = {"max_processes", "memory_mib", "disk_mib"}
+    if unknown := {*(given or {})} - names:
+        raise UserError(
+            f"agent.options.limits has {', '.join(sorted(unknown))}; expected "
+            f"{', '.join(sorted(names))}.",
+            reason="unknown",
+            key="agent.options.limits",
+        )
+    return replace(BoxLimits(timeout_s), **(given or {}))
+
+
+def _check_agent(ended: Ended) -> None:
+    """Raise an error if the agent failed by something other than its time."""
+    if ended.exceeded == "timeout_s":
+        return
+    if ended.exceeded is not None:
+        raise OverLimit(f"the agent used more than agent.options.limits.{ended.exceeded}")
+    if ended.status == TEMPORARY_FAILURE:
+        raise TemporaryFailure(_last(ended.errors))
+    if ended.status > 0:
+        raise ExitStatus(f"exit status {ended.status}: {_last(ended.errors)}")
+    if ended.status < 0:
+        raise KilledBySignal(f"killed by signal {-ended.status}: {_last(ended.errors)}")
+
+
+def _limit(ended: Ended, limits: BoxLimits) -> str:
+    return f"{ended.exceeded}={getattr(limits, ended.exceeded or '', '')}"
+
+
+def _last(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][-400:] if lines else "no output on standard error"
+
+
+def _seconds(settings: Mapping[str, Any], section: str, default: float) -> float:
+    value = settings.get(section, {}).get("timeout_sec", default)
+    return float(value) if isinstance(value, int | float) and value > 0 else default
+
+
+def _located(text: str, box: Box) -> str:
+    """Return a text with the paths of /app, /tests and /logs as they are in the box."""
+    if box.kind == "namespaces":
+        return text
+    names = {path: box.path_of(path) for path in (WORK, TESTS, LOGS)} | {
+        box.workdir: box.path_of(WORK)
+    }
+    pattern = "|".join(map(re.escape, names))
+    return re.sub(rf"(?<![\w./-])({pattern})(?![\w-])", lambda found: names[found[1]], text)
+
+
+def _rewrite_paths(box: Box) -> None:
+    """Let the files of the tests name the box's directories, as no other file system is mounted."""
+    for path in box.tests.rglob("*"):
+        text = None if path.is_symlink() else _read_plain(path)
+        if text is not None and (located := _located(text, box)) != text:
+            path.write_text(located, encoding="utf-8")
+
+
+def _read_plain(path: Path) -> str | None:
+    """Return the text of a short, regular file, or None. Programs may have put anything there."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_REWARD_FILE:
+            return None
+        try:
+            return file.read(MAX_REWARD_FILE).decode()
+        except UnicodeDecodeError:
+            return None
