@@ -105,6 +105,24 @@ def test_bfloat16_weights_learn_it_beside_float32_activations(
     assert any(version.comparisons for version in report.versions) and not report.off
 
 
+def test_steps_train_on_rollouts_of_local_workers(model_dir: Path, tmp_path: Path) -> None:
+    agent = tmp_path / "own_agent.py"
+    agent.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(TOY.parent)!r})\nimport toy_agent\n\n"
+        "async def run(task, llm):\n"
+        "    return {'reward': await toy_agent.run(task, llm), 'pid': os.getpid()}\n"
+    )
+    config = _config(
+        model_dir, tmp_path / "run", num_steps=2, agent=AgentConfig(f"{agent}:run", workers=2)
+    )
+    rows = asyncio.run(train(config, TASKS, TASKS))
+    assert [row["rollout/num_scored"] for row in rows[:2]] == [32.0, 32.0]
+    assert all(row["train/mismatch_kl"] < 1e-5 and row["train/grad_norm"] > 0 for row in rows[:2])
+    with contextlib.closing(Store(tmp_path / "run/store.sqlite", read_only=True)) as store:
+        pids = {rollout.metrics["pid"] for rollout in store.rollouts(phase="train")}
+    assert len(pids) == 2 and os.getpid() not in pids
+
+
 @pytest.mark.parametrize(("rank", "dtype"), [(0, "float32"), (2, "bfloat16")])
 def test_weights_that_train_are_loaded_in_float32(
     rank: int, dtype: str, model_dir: Path, tmp_path: Path
