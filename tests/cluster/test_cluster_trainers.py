@@ -148,6 +148,7 @@ def test_killed_head_resumes_with_the_same_command(cluster: Any, tmp_path: Path)
     assert len({r.rollout_id for r in scored}) == len(scored) == STEPS * 32
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # by Ray, to start a node
 def test_lost_node_costs_attempts_and_not_the_run(cluster: Any, tmp_path: Path) -> None:
     """A node with a sampler, and perhaps the trainer's process 1, is lost. Another one joins."""
     resources = {"sampler": 0.5}
