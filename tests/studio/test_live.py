@@ -8,7 +8,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +15,7 @@ from urllib.parse import quote
 import pytest
 import view_records as records
 from aiohttp import ClientResponse, ClientSession
-from aiohttp.test_utils import TestClient, TestServer
+from live_page import live
 
 from lightning_jax.cli.main import WITHOUT_JAX, main
 from lightning_jax.cli.studio import run_studio
@@ -27,42 +26,12 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog
 from lightning_jax.studio.live.server import ASSETS, LiveServer, page_of, serve_live
-from lightning_jax.studio.live.watch import Watch
 from lightning_jax.studio.load import ViewError
 from lightning_jax.traces.store import Store
 
 FIRST = "train-00003-000-00-1"
 HOSTILE = "<script>document.title='taken'</script><img src=x onerror=alert(1)>\x1b[2J\u202eabc"
 CHROMIUM = shutil.which("chromium")
-
-
-class Live:
-    """Client of a live server over the runs of a folder."""
-
-    def __init__(self, folder: Path, key: str | None = None) -> None:
-        self.catalog = Catalog([folder])
-        self.server = LiveServer(self.catalog, key)
-        self.server.watch = Watch(self.catalog, poll_s=0.02)
-        self.client: TestClient = TestClient(TestServer(self.server.application()))
-
-    @property
-    def run(self) -> str:
-        (run,) = self.catalog.runs()
-        return f"/api/runs/{run.key}"
-
-    async def get(self, path: str, status: int = 200, **query: Any) -> Any:
-        """Return the JSON of a path below `run`, or of one that starts with /api."""
-        path = path if path.startswith("/api") else self.run + path
-        async with self.client.get(path, params=query) as response:
-            assert response.status == status, await response.text()
-            return await response.json()
-
-
-@contextlib.asynccontextmanager
-async def live(folder: Path, key: str | None = None) -> AsyncIterator[Live]:
-    found = Live(folder, key)
-    async with found.client:
-        yield found
 
 
 def add_rows(run: Path, *rows: dict[str, float]) -> None:

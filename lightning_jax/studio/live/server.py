@@ -22,6 +22,7 @@ from lightning_jax.errors import InvalidValue, UserError
 from lightning_jax.gateway.http import Handler, is_exposed, is_key, key_of, listen, local_url
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
+from lightning_jax.studio.live.comparing import compare_answer
 from lightning_jax.studio.live.downloads import jsonl_lines, rollout_page, run_page
 from lightning_jax.studio.live.watch import Watch
 from lightning_jax.studio.load import ViewError
@@ -59,6 +60,7 @@ class LiveServer:
         get("/", self._index)
         get("/api/events", self._events)
         get("/api/runs", partial(self._answer, lambda _: answers.runs_answer(self._catalog)))
+        get("/api/compare", partial(self._answer, self._compare))
         run = "/api/runs/{run}"
         for path, answer in (
             ("", lambda request, run: answers.run_answer(run)),
@@ -109,6 +111,11 @@ class LiveServer:
 
     def _run(self, request: web.Request) -> WatchedRun:
         return self._catalog.run(request.match_info["run"])
+
+    def _compare(self, request: web.Request) -> Any:
+        """Compare groups of runs. A group's runs have dots between their keys."""
+        groups = [group.split(".") for group in request.query.getall("group", [])]
+        return compare_answer([[self._catalog.run(key) for key in keys] for keys in groups])
 
     async def _page(
         self, render: Callable[[web.Request, WatchedRun], str], request: web.Request

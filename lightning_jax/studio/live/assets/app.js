@@ -2,6 +2,7 @@
 
 import { follow, get, setKey, takeKey } from "./api.js";
 import { destroyCharts } from "./chart.js";
+import { drawBeside, drawComparison } from "./compare.js";
 import { element, fill, place } from "./dom.js";
 import { drawGroup } from "./group.js";
 import { drawRollout } from "./rollout.js";
@@ -12,8 +13,10 @@ const view = document.getElementById("view");
 const path = document.getElementById("path");
 const connection = document.getElementById("connection");
 const MIN_REDRAW_MS = 2000;
+const VIEWS = { run: drawRun, rollout: drawRollout, group: drawGroup, compare: drawComparison,
+  beside: drawBeside };
 
-let shown = null; // {key of the run or null, redraw or null, onKey or null}
+let shown = null; // {key of the run or null; redraw, minMs between two, onKey, stop: or null}
 let version = 0; // of the address: what arrives for an earlier one is dropped
 let numbers = {};
 let waiting = null;
@@ -24,15 +27,15 @@ const parts = () => location.hash.replace(/^#\/?/, "").split("/").filter(Boolean
 
 async function show() {
   const mine = ++version;
-  const [kind, key, inner, id] = parts();
-  const context = { get, key, id, isCurrent: () => mine === version, setPath };
+  const found = parts();
+  const [kind, key, inner, id] = found;
+  const context = { get, key, id, parts: found, isCurrent: () => mine === version, setPath };
   destroyCharts(view);
   shown = { key: kind === "run" ? key : null, redraw: null, onKey: null };
   try {
-    const draw = kind !== "run" ? drawRuns : inner === "rollout" ? drawRollout
-      : inner === "group" ? drawGroup : drawRun;
-    const found = await draw(view, context);
-    if (mine === version) shown = { ...shown, ...found };
+    const draw = VIEWS[kind === "run" && inner ? inner : kind] ?? drawRuns;
+    const drawn = await draw(view, context);
+    if (mine === version) shown = { ...shown, ...drawn };
   } catch (error) {
     if (mine === version) showFailure(error);
   }
@@ -63,7 +66,7 @@ function onNumbers(found) {
   const isFirst = Object.keys(numbers).length === 0;
   numbers = found;
   if (!changed || isFirst || waiting || !shown?.redraw) return;
-  const wait = Math.max(lastRedraw + MIN_REDRAW_MS - Date.now(), 0);
+  const wait = Math.max(lastRedraw + (shown.minMs ?? MIN_REDRAW_MS) - Date.now(), 0);
   waiting = setTimeout(async () => {
     waiting = null;
     lastRedraw = Date.now();

@@ -36,11 +36,12 @@ export function table(columns, rows) {
 }
 
 /** Return a selection whose change calls `onChange` with the new value. */
-export function select(label, options, value, onChange) {
-  const list = element("select", { change: (event) => onChange(event.target.value) },
-    options.map(([key, text]) => element("option", { value: key }, text)));
+export function select(label, options, value, onChange, name = null) {
+  const list = element("select", { "aria-label": name,
+    change: (event) => onChange(event.target.value) },
+  options.map(([key, text]) => element("option", { value: key }, text)));
   list.value = value;
-  return element("label", {}, `${label} `, list);
+  return element("label", {}, label && `${label} `, list);
 }
 
 export const number = (value, digits = 3) => (value === null || value === undefined ? ""

@@ -70,7 +70,7 @@ function keys(rollout, go) {
 }
 
 /** Return the task, the parts of the reward, and the failure. */
-function why(rollout) {
+export function why(rollout) {
   return element("section", { class: "why" }, fields(rollout.task),
     numbers("components of the reward", rollout.components),
     rollout.reasons.map(([name, text]) => element("p", {},
