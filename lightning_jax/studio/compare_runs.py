@@ -158,9 +158,9 @@ def compare_evaluations(first: Group, group: Group) -> EvaluationComparison | No
     if not before or not after:
         return None
     common = (before.keys() & after.keys()) - {0}  # at step 0 both have the initial model
-    at = (max(common),) * 2 if common else (max(before), max(after))
-    when = f"step {at[0]}" if common else f"step {at[1]} against step {at[0]}"
-    return EvaluationComparison(*at, compare_tasks(before[at[0]], after[at[1]]), when)
+    old, new = (max(common),) * 2 if common else (max(before), max(after))
+    when = f"step {old}" if common else f"step {new} against step {old}"
+    return EvaluationComparison(old, new, compare_tasks(before[old], after[new]), when)
 
 
 def _tasks(first: Group, first_name: str, group: Group, name: str) -> Grid:

@@ -115,6 +115,11 @@ class StoreListing:
         )
         return [as_rollout(row) for row in rows]
 
+    def rollout(self, rollout_id: str) -> Rollout | None:
+        """Return one rollout, or None if there is none with this id."""
+        query = f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE rollout_id = ?"
+        return next(map(as_rollout, self._all(query, (rollout_id,))), None)
+
     def number(self, wanted: Filter) -> int:
         """Return the number of matching rollouts."""
         where, values = wanted.where()

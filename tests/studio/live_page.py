@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from lightning_jax.gateway.activity import ReadActivity
 from lightning_jax.studio.live.catalog import Catalog
 from lightning_jax.studio.live.server import LiveServer
 from lightning_jax.studio.live.watch import Watch
@@ -15,9 +16,11 @@ from lightning_jax.studio.live.watch import Watch
 class Live:
     """Client of a live server over the runs of a folder."""
 
-    def __init__(self, folder: Path, key: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, key: str | None = None, activity: ReadActivity | None = None
+    ) -> None:
         self.catalog = Catalog([folder])
-        self.server = LiveServer(self.catalog, key)
+        self.server = LiveServer(self.catalog, key, activity)
         self.server.watch = Watch(self.catalog, poll_s=0.02)
         self.client: TestClient = TestClient(TestServer(self.server.application()))
 
@@ -35,7 +38,9 @@ class Live:
 
 
 @contextlib.asynccontextmanager
-async def live(folder: Path, key: str | None = None) -> AsyncIterator[Live]:
-    found = Live(folder, key)
+async def live(
+    folder: Path, key: str | None = None, activity: ReadActivity | None = None
+) -> AsyncIterator[Live]:
+    found = Live(folder, key, activity)
     async with found.client:
         yield found

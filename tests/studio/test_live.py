@@ -20,12 +20,14 @@ from live_page import live
 from lightning_jax.cli.main import WITHOUT_JAX, main
 from lightning_jax.cli.studio import run_studio
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.gateway.activity import Activity, RolloutActivity
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.remote import RemoteEngine
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog
 from lightning_jax.studio.live.server import ASSETS, LiveServer, page_of, serve_live
+from lightning_jax.studio.live.throughput import WINDOW_S, Throughput
 from lightning_jax.studio.load import ViewError
 from lightning_jax.traces.store import Store
 
@@ -131,6 +133,53 @@ async def test_running_rollouts_come_longest_first(tmp_path: Path) -> None:
     async with live(tmp_path) as page:
         running = (await page.get("/live"))["running"]
     assert [rollout["index"] for rollout in running] == [6, 5]
+
+
+async def test_server_of_a_training_reports_slots_queue_and_rate(tmp_path: Path) -> None:
+    run = records.make_run(tmp_path)
+    with contextlib.closing(Store(run / "store.sqlite")) as store:
+        for index in (5, 6):
+            records.add(store, records.rollout(index, status="running"), [])
+    ids = [f"train-00003-000-0{index}-1" for index in (6, 5)]
+    open_now = tuple(RolloutActivity(name, 10**18, 2, 70) for name in (*ids, "not in the store"))
+    stats = {"serve/running": 3.0, "serve/queue_depth": 2.0, "serve/tokens_generated": 100.0}
+    async with live(tmp_path, activity=lambda: Activity(4, stats, open_now)) as page:
+        now = 0.0
+        page.server._throughput = Throughput(lambda: now)
+        first = await page.get("/live")
+        stats["serve/tokens_generated"], now = 140.0, 2.0
+        second = await page.get("/live")
+        open_now = ()
+        third = await page.get("/live")
+    assert first["server"]["tokens_per_s"] is None
+    assert second["server"] == {
+        **{"slots": 4, "slots_used": 3.0, "queue": 2.0, "open_requests": None},
+        **{"tokens_per_s": 20.0, "window_s": 2.0},
+    }
+    assert [rollout["rollout_id"] for rollout in second["running"]] == ids
+    assert (second["running"][0]["calls"], second["running"][0]["tokens"]) == (2, 70)
+    assert second["num_running"] == 3 and third["running"] == []  # the store is behind the server
+
+
+async def test_page_of_a_folder_knows_no_slots(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        assert (await page.get("/live"))["server"] is None
+
+
+def test_rate_is_of_the_last_seconds() -> None:
+    now, total, found = 0.0, 0.0, {}
+    throughput = Throughput(lambda: now)
+    for _ in range(30):  # 5 tokens a second, then 100
+        total += 5.0 if now < 15.0 else 100.0
+        now += 1.0
+        found = throughput.observe(Activity(1, {"serve/tokens_generated": total}, ()))
+    assert found["tokens_per_s"] == 100.0 and found["window_s"] == WINDOW_S
+    now += 1000.0
+    assert (
+        throughput.observe(Activity(1, {"serve/tokens_generated": total}, ()))["tokens_per_s"]
+        is None
+    )
 
 
 @pytest.mark.parametrize("query", [{"step": "x"}, {"order": "none"}, {"limit": "1e3"}])
@@ -352,7 +401,7 @@ async def test_every_answer_has_the_security_headers(tmp_path: Path) -> None:
 async def test_server_of_a_run_shows_the_page(tmp_path: Path, key: str | None, status: int) -> None:
     run = records.make_run(tmp_path)
     gateway = Gateway(RemoteEngine("policy", ServeConfig(api_key=key)), records=False)
-    gateway.show_page(page_of(run, key))
+    gateway.show_page(page_of(run, key, gateway.activity))
     async with gateway, ClientSession() as client:
         async with client.get(f"{gateway.local_url}/") as response:
             assert str(response.url) == f"{gateway.local_url}/studio/"

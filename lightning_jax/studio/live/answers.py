@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lightning_jax.gateway.activity import RolloutActivity
 from lightning_jax.rollouts.failures import Failure
 from lightning_jax.studio.build import task_name
 from lightning_jax.studio.compare_runs import settings_table
@@ -96,19 +97,46 @@ def metrics_answer(run: WatchedRun, names: Sequence[str]) -> Json:
     }
 
 
-def live_answer(run: WatchedRun) -> Json:
-    """Return what runs now: rollouts, longest first, and the throughput of the last step."""
+def live_answer(
+    run: WatchedRun,
+    server: Json | None = None,
+    rollouts: Sequence[RolloutActivity] | None = None,
+) -> Json:
+    """Return what runs now: rollouts, longest first, and the numbers of the last step.
+
+    `server` has the numbers of the run's own server, and `rollouts` those that are open there, if
+    this is that server. Otherwise running rollouts come from the store, which has the start of a
+    rollout only once a call or tool of it has ended.
+    """
     summary, now_ns = run.summary(), time.time_ns()
     with run.listing() as listing:
-        running = listing.running(MAX_RUNNING)
-    last = summary.rows[-1] if summary.rows else {}
+        if rollouts is not None:
+            shown = [_open(listing, rollout, now_ns) for rollout in rollouts[:MAX_RUNNING]]
+            running = [line for line in shown if line is not None]
+        else:
+            running = [
+                _rollout(rollout) | {"seconds": None if start is None else (now_ns - start) / 1e9}
+                for rollout, start in listing.running(MAX_RUNNING)
+            ]
+        number = len(running) if rollouts is None else len(rollouts)
+        if rollouts is None and number == MAX_RUNNING:
+            number = listing.number(Filter(status="running"))
     return {
         "status": summary.status,
-        "running": [
-            _rollout(rollout) | {"seconds": None if start is None else (now_ns - start) / 1e9}
-            for rollout, start in running
-        ],
-        "last": last,
+        "running": running,
+        "num_running": number,
+        "server": server,
+        "last": summary.rows[-1] if summary.rows else {},
+    }
+
+
+def _open(listing: StoreListing, activity: RolloutActivity, now_ns: int) -> Json | None:
+    """Return one open rollout, or None if the store does not have it."""
+    found = listing.rollout(activity.rollout_id)
+    return found and _rollout(found) | {
+        "seconds": max(now_ns - activity.start_ns, 0) / 1e9,
+        "calls": activity.num_calls,
+        "tokens": activity.num_tokens,
     }
 
 

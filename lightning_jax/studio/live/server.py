@@ -19,11 +19,13 @@ from pydantic_core import to_json
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue, UserError
+from lightning_jax.gateway.activity import ReadActivity
 from lightning_jax.gateway.http import Handler, is_exposed, is_key, key_of, listen, local_url
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
 from lightning_jax.studio.live.comparing import compare_answer
 from lightning_jax.studio.live.downloads import jsonl_lines, rollout_page, run_page
+from lightning_jax.studio.live.throughput import Throughput
 from lightning_jax.studio.live.watch import Watch
 from lightning_jax.studio.load import ViewError
 from lightning_jax.traces.listing import Filter, Order
@@ -47,10 +49,16 @@ MAX_CLIENTS = 64  # that listen for changes
 
 
 class LiveServer:
-    """Routes of the live page over a catalog of runs. With a key, the API asks for it."""
+    """Routes of the live page over a catalog of runs. With a key, the API asks for it.
 
-    def __init__(self, catalog: Catalog, key: str | None = None) -> None:
-        self._catalog, self._key = catalog, key
+    `activity` is that of the server of the run if the catalog is this one run.
+    """
+
+    def __init__(
+        self, catalog: Catalog, key: str | None = None, activity: ReadActivity | None = None
+    ) -> None:
+        self._catalog, self._key, self._activity = catalog, key, activity
+        self._throughput = Throughput()
         self.watch = Watch(catalog)
 
     def application(self) -> web.Application:
@@ -60,12 +68,12 @@ class LiveServer:
         get("/", self._index)
         get("/api/events", self._events)
         get("/api/runs", partial(self._answer, lambda _: answers.runs_answer(self._catalog)))
+        get("/api/runs/{run}/live", self._live)
         get("/api/compare", partial(self._answer, self._compare))
         run = "/api/runs/{run}"
         for path, answer in (
             ("", lambda request, run: answers.run_answer(run)),
             ("/metrics", _metrics),
-            ("/live", lambda request, run: answers.live_answer(run)),
             ("/groups", _groups),
             ("/groups/{group}", _group(answers.group_answer)),
             ("/groups/{group}/texts", _group(answers.group_texts_answer)),
@@ -112,6 +120,13 @@ class LiveServer:
     def _run(self, request: web.Request) -> WatchedRun:
         return self._catalog.run(request.match_info["run"])
 
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        """Answer with what runs now. The server's own counters are read in its thread."""
+        run, activity = self._run(request), self._activity and self._activity()
+        server = activity and self._throughput.observe(activity)
+        rollouts = activity.rollouts if activity and activity.num_slots else None
+        return await self._answer(lambda _: answers.live_answer(run, server, rollouts), request)
+
     def _compare(self, request: web.Request) -> Any:
         """Compare groups of runs. A group's runs have dots between their keys."""
         groups = [group.split(".") for group in request.query.getall("group", [])]
@@ -151,9 +166,9 @@ class LiveServer:
         return await handler(request)
 
 
-def page_of(directory: Path, key: str | None) -> web.Application:
-    """Return the live page of one run, for the run's own server."""
-    return LiveServer(Catalog([directory]), key).application()
+def page_of(directory: Path, key: str | None, activity: ReadActivity) -> web.Application:
+    """Return the live page of one run, for the run's own server, which reports its activity."""
+    return LiveServer(Catalog([directory]), key, activity).application()
 
 
 async def serve_live(server: LiveServer, host: str, port: int, key: str | None) -> web.AppRunner:

@@ -31,11 +31,13 @@ async function show() {
   const [kind, key, inner, id] = found;
   const context = { get, key, id, parts: found, isCurrent: () => mine === version, setPath };
   destroyCharts(view);
+  shown?.stop?.();
   shown = { key: kind === "run" ? key : null, redraw: null, onKey: null };
   try {
     const draw = VIEWS[kind === "run" && inner ? inner : kind] ?? drawRuns;
     const drawn = await draw(view, context);
     if (mine === version) shown = { ...shown, ...drawn };
+    else drawn.stop?.();
   } catch (error) {
     if (mine === version) showFailure(error);
   }

@@ -45,7 +45,7 @@ export function select(label, options, value, onChange, name = null) {
 }
 
 export const number = (value, digits = 3) => (value === null || value === undefined ? ""
-  : Number.isInteger(value) ? String(value) : value.toPrecision(digits));
+  : String(Number(value.toPrecision(Number.isInteger(value) ? 15 : digits))));
 
 export const seconds = (value) => (value === null || value === undefined ? ""
   : value >= 100 ? `${Math.round(value)} s` : `${value.toFixed(2)} s`);

@@ -16,9 +16,10 @@ const CHARTS = [
 ];
 const MAX_PARTS = 8; // curves of the seconds of a step
 const PAGE = 25;
+const LIVE_MS = 2000; // between two looks at what runs now
 
 const kept = { axis: "steps", metric: "", phase: "train", step: "", order: "task", list: "groups",
-  text: "", status: "" };
+  text: "", status: "", isOpen: false };
 
 export async function drawRun(view, context) {
   const { key } = context;
@@ -67,14 +68,17 @@ export async function drawRun(view, context) {
         parts.length > 0 && draw("seconds of a step", ...parts.map(curve))));
   };
 
+  const drawLive = async () => {
+    const now = await context.get(`runs/${key}/live`);
+    if (context.isCurrent()) fill(live, running(key, now));
+  };
+
   const drawHead = async () => {
-    const [found, now] = await Promise.all([context.get(`runs/${key}`),
-      context.get(`runs/${key}/live`)]);
+    const [found] = await Promise.all([context.get(`runs/${key}`), drawLive()]);
     if (!context.isCurrent()) return;
     run = found;
     context.setPath([[run.name, "run", key]]);
     fill(head, summary(run));
-    fill(live, running(key, now));
     fill(failures, failureTable(key, run.failures));
   };
 
@@ -89,7 +93,14 @@ export async function drawRun(view, context) {
   fill(view, head, live, curves, failures, lists, settings(run), downloads(key));
   await Promise.all([drawCurves(), drawListHead()]);
   const redraw = () => Promise.all([drawHead().then(drawCurves), drawLists()]);
-  return { redraw };
+  let isAsking = false;
+  const timer = setInterval(async () => {
+    if (isAsking || document.hidden || run.status !== "running") return;
+    isAsking = true;
+    await drawLive().catch(() => {}); // the next look, or an event, shows what is wrong
+    isAsking = false;
+  }, LIVE_MS);
+  return { redraw, stop: () => clearInterval(timer) };
 }
 
 function summary(run) {
@@ -108,19 +119,51 @@ function summary(run) {
   ];
 }
 
+/** Return what runs now: the server's slots, queue and rate, and rollouts with the longest first. */
 function running(key, now) {
-  if (now.status !== "running") return null;
+  if (now.status !== "running") {
+    return element("p", { class: "dim" }, "Nothing runs now: the run has ended.");
+  }
   const names = Object.keys(now.last).filter((name) => name.startsWith("serve/"));
+  const [longest] = now.running;
+  const hasCalls = longest?.calls !== undefined; // reported by the run's own server
+  const columns = hasCalls ? [["rollout"], ["task"], ["calls in flight", true], ["tokens", true],
+    ["open for", true]] : [["rollout"], ["task"], ["since its first call", true]];
   return [
-    element("h2", {}, `Running now: ${now.running.length} rollouts`),
-    now.running.length > 0 && table([["rollout"], ["task"], ["since its first call", true]],
-      now.running.map((rollout) => [rolloutLink(key, rollout), rollout.task_id,
-        rollout.seconds === null ? "none yet" : seconds(rollout.seconds)])),
+    element("h2", {}, "Running now"),
+    now.server ? serverFacts(now) : element("p", { class: "dim" }, "Slots, queue and tokens/s are "
+      + "not available here: they are known only to the training itself. Start it with ",
+    element("code", {}, "lightning-jax train --studio"), " and open the page at its server."),
+    longest && element("details", { open: kept.isOpen, toggle: (event) => {
+      kept.isOpen = event.target.open;
+    } },
+    element("summary", {}, now.num_running === 1 ? "1 rollout" : `${now.num_running} rollouts`,
+      longest.seconds !== null && [", the longest for ", seconds(longest.seconds), ": ",
+        rolloutLink(key, longest)]),
+    table(columns, now.running.map((rollout) => [rolloutLink(key, rollout), rollout.task_id,
+      ...(hasCalls ? [rollout.calls, rollout.tokens] : []),
+      rollout.seconds === null ? "no call has ended" : seconds(rollout.seconds)]))),
+    !longest && element("p", { class: "dim" }, "no rollout is running"),
     names.length > 0 && element("details", {},
       element("summary", {}, `server in step ${now.last.step}`),
       table([["metric"], ["value", true]],
         names.map((name) => [name, number(now.last[name], 4)]))),
   ];
+}
+
+function serverFacts(now) {
+  const { slots, slots_used: used, queue, open_requests: open, tokens_per_s: rate,
+    window_s: window } = now.server;
+  const fact = (value, name) => element("div", { class: "fact" },
+    element("strong", {}, value), element("span", {}, name));
+  return element("div", { class: "facts" },
+    slots !== null && used !== null && [fact(`${used} of ${slots}`, "slots used"),
+      fact(Math.max(slots - used, 0), "slots free")],
+    queue !== null && fact(queue, "calls in the queue"),
+    open !== null && fact(open, "calls open"),
+    fact(rate === null ? "..." : number(rate), rate === null ? "tokens/s, being measured"
+      : `tokens/s in the last ${Math.round(window)} s`),
+    fact(now.num_running, "rollouts running"));
 }
 
 function failureTable(key, failures) {
