@@ -206,24 +206,7 @@ async def test_downloads_are_a_page_and_json_lines(tmp_path: Path) -> None:
 
 
 async def test_store_of_10_000_rollouts_is_read_in_pages(tmp_path: Path) -> None:
-    run = records.make_run(tmp_path)
-    rows = [
-        (
-            *(f"train-{step:05d}-{task:03d}-{index:02d}-1", f"t{task}"),
-            *(f"train-{step:05d}-{task:03d}", "train", step, index, 1, "scored"),
-            *((step + task + index) % 7 / 7, "{}", "{}", "{}", 0),
-        )
-        for step in range(10, 110)
-        for task in range(10)
-        for index in range(10)
-    ]
-    columns = "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, metrics"
-    with contextlib.closing(sqlite3.connect(run / "store.sqlite")) as db, db:
-        db.executemany(
-            f"INSERT INTO rollouts ({columns}, components, task, superseded) "
-            f"VALUES ({', '.join('?' * 13)})",
-            rows,
-        )
+    records.add_rollouts(records.make_run(tmp_path), num_steps=100)
     async with live(tmp_path) as page:
         first = await page.get("/rollouts", phase="train", limit=100_000)
         last = await page.get("/rollouts", phase="train", limit=50, offset=10_000)

@@ -13,6 +13,7 @@ from lightning_jax.studio.live.catalog import Catalog, WatchedRun
 from lightning_jax.studio.page import MAX_ATTRIBUTE_CHARS, MAX_CHARS, MAX_SPANS, MAX_TOKENS
 from lightning_jax.studio.records import CallView, RolloutView, SpanView
 from lightning_jax.studio.runs import RunSummary, rewards_of
+from lightning_jax.studio.search import search_transcripts
 from lightning_jax.studio.terminal import facts
 from lightning_jax.studio.text import cut, printable
 from lightning_jax.traces.listing import Filter, Order, StoreListing
@@ -141,6 +142,29 @@ def _open(listing: StoreListing, activity: RolloutActivity, now_ns: int) -> Json
 
 
 # Lists of a run
+
+
+def search_answer(run: WatchedRun, text: str, wanted: Filter, cursor: int | None) -> Json:
+    """Search transcripts for a few seconds. With the cursor, a later request continues."""
+    with run.listing() as listing:
+        found = search_transcripts(run.reader, listing, text, wanted, cursor=cursor)
+        with run.reader() as reader:
+            _, why_no_text = reader.tokenizer
+        rollouts = [listing.rollout(match.rollout_id) for match in found.matches]
+        lines = rollout_lines(listing, [rollout for rollout in rollouts if rollout])
+        by_id = {line["rollout_id"]: line for line in lines}
+        return {
+            "matches": [
+                by_id[match.rollout_id] | asdict(match)
+                for match in found.matches
+                if match.rollout_id in by_id
+            ],
+            "searched": found.num_searched,
+            "cut": found.num_cut,
+            "cursor": found.cursor,
+            "total": listing.number(wanted),
+            "notes": [why_no_text] if why_no_text else [],
+        }
 
 
 def groups_answer(

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ipaddress
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -58,7 +59,7 @@ class LiveServer:
         self, catalog: Catalog, key: str | None = None, activity: ReadActivity | None = None
     ) -> None:
         self._catalog, self._key, self._activity = catalog, key, activity
-        self._throughput = Throughput()
+        self._throughput, self._searching = Throughput(), asyncio.Semaphore(1)
         self.watch = Watch(catalog)
 
     def application(self) -> web.Application:
@@ -69,6 +70,7 @@ class LiveServer:
         get("/api/events", self._events)
         get("/api/runs", partial(self._answer, lambda _: answers.runs_answer(self._catalog)))
         get("/api/runs/{run}/live", self._live)
+        get("/api/runs/{run}/search", self._search)
         get("/api/compare", partial(self._answer, self._compare))
         run = "/api/runs/{run}"
         for path, answer in (
@@ -126,6 +128,17 @@ class LiveServer:
         server = activity and self._throughput.observe(activity)
         rollouts = activity.rollouts if activity and activity.num_slots else None
         return await self._answer(lambda _: answers.live_answer(run, server, rollouts), request)
+
+    async def _search(self, request: web.Request) -> web.StreamResponse:
+        """Search transcripts, one search at a time, so that others do not wait for a thread."""
+        run, wanted, cursor = self._run(request), _filter(request), _number(request, "cursor", None)
+        if not wanted.text:
+            raise _wrong("text", "", "a text to search for")
+        text, wanted = wanted.text, replace(wanted, text="")
+        async with self._searching:
+            return await self._answer(
+                lambda _: answers.search_answer(run, text, wanted, cursor), request
+            )
 
     def _compare(self, request: web.Request) -> Any:
         """Compare groups of runs. A group's runs have dots between their keys."""

@@ -9,7 +9,7 @@ const MOVES = { j: "next_attempt", k: "previous_attempt", n: "next_group", p: "p
   "]": "next_step", "[": "previous_step" };
 
 export async function drawRollout(view, context) {
-  const { key, id } = context;
+  const { key, id, parts: [, , , , wanted = ""] } = context; // a text to search for at first
   let found = null;
   const go = (name) => {
     const to = found?.neighbors[name];
@@ -36,7 +36,7 @@ export async function drawRollout(view, context) {
       element("h2", {}, "Spans"),
       element("div", { class: "controls" },
         select("color tokens by", colors, coloring, (value) => { coloring = value; draw(); }),
-        element("input", { type: "search", placeholder: "search in this rollout",
+        element("input", { type: "search", value: wanted, placeholder: "search in this rollout",
           "aria-label": "search in this rollout",
           input: (event) => search(spans, event.target.value) })),
       spans,
@@ -47,6 +47,7 @@ export async function drawRollout(view, context) {
       element("button", { click: () => download(`runs/${key}/rollouts.jsonl?group=${
         encodeURIComponent(rollout.group_id)}`, `${rollout.group_id}.jsonl`) },
       "its group as JSONL")));
+    if (wanted) search(spans, wanted);
   };
   await redraw();
   const isRunning = () => ["queued", "running"].includes(found?.status);

@@ -2,6 +2,7 @@
 
 import { download } from "./api.js";
 import { chart, COLORS, destroyCharts, points } from "./chart.js";
+import { drawSearch } from "./search.js";
 import { element, fill, number, place, seconds, select, status, table, words } from "./dom.js";
 
 // Charts of a run: a title and the first of these metrics that it has.
@@ -19,7 +20,7 @@ const PAGE = 25;
 const LIVE_MS = 2000; // between two looks at what runs now
 
 const kept = { axis: "steps", metric: "", phase: "train", step: "", order: "task", list: "groups",
-  text: "", status: "", isOpen: false };
+  text: "", scope: "tasks", status: "", isOpen: false };
 
 export async function drawRun(view, context) {
   const { key } = context;
@@ -28,7 +29,18 @@ export async function drawRun(view, context) {
   const [head, live, curves, failures, lists] = ["head", "live", "curves", "failures", "lists"]
     .map((name) => element("section", { class: name }));
 
-  const drawLists = async () => {
+  let search = 0; // number of the newest one; earlier ones end
+  const drawLists = async (isChange = true) => {
+    if (kept.scope === "transcripts" && kept.text) {
+      if (!isChange) return; // a search does not begin again because the run goes on
+      const mine = ++search;
+      const { phase, step, text } = kept;
+      const wanted = kept.list === "groups" ? "" : kept.status;
+      await drawSearch(lists.querySelector(".rows"), context,
+        { phase, step, status: wanted, text }, () => context.isCurrent() && mine === search);
+      return;
+    }
+    search += 1;
     const query = { phase: kept.phase, step: kept.step, limit: PAGE, offset, text: kept.text,
       status: kept.status };
     const isGroups = kept.list === "groups";
@@ -92,7 +104,7 @@ export async function drawRun(view, context) {
   destroyCharts(view);
   fill(view, head, live, curves, failures, lists, settings(run), downloads(key));
   await Promise.all([drawCurves(), drawListHead()]);
-  const redraw = () => Promise.all([drawHead().then(drawCurves), drawLists()]);
+  const redraw = () => Promise.all([drawHead().then(drawCurves), drawLists(false)]);
   let isAsking = false;
   const timer = setInterval(async () => {
     if (isAsking || document.hidden || run.status !== "running") return;
@@ -180,8 +192,9 @@ function controls(run, change) {
   const newest = [...steps].reverse().map((step) => [String(step), String(step)]);
   if (!steps.map(String).includes(kept.step)) kept.step = "";
   const search = element("input", { type: "search", value: kept.text,
-    placeholder: "search tasks, failures, judges", "aria-label": "search",
+    placeholder: "text, in any case", "aria-label": "search",
     change: (event) => change("text")(event.target.value) });
+  const scopes = [["tasks", "tasks, failures, judges"], ["transcripts", "transcripts"]];
   const statuses = Object.keys(run.rollouts).map((name) => [name, words(name)]);
   return [element("h2", {}, "Rollouts"), element("div", { class: "controls" },
     select("show", [["groups", "groups"], ["rollouts", "rollouts"]], kept.list, change("list")),
@@ -191,7 +204,7 @@ function controls(run, change) {
       ? select("order", [["task", "newest"], ["worst", "worst reward"], ["spread", "rewards differ most"]],
         kept.order, change("order"))
       : select("status", [...all, ...statuses], kept.status, change("status")),
-    search)];
+    search, select("in", scopes, kept.scope, change("scope")))];
 }
 
 function groups(key, found) {
