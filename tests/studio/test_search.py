@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import view_records as records
@@ -17,7 +18,7 @@ from lightning_jax.traces.store import Store
 FIRST = "train-00003-000-00-1"
 
 
-def find(run: Path, text: str, wanted: Filter | None = None, **limits: float) -> SearchResult:
+def find(run: Path, text: str, wanted: Filter | None = None, **limits: Any) -> SearchResult:
     watched = WatchedRun(run, "run")
     try:
         with watched.listing() as listing:
