@@ -149,7 +149,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[flo
         train = subprocess.Popen(
             [*command, *settings, *arguments.set], cwd=project, stdout=output, stderr=output
         )
-        processes.callback(stop, train)
+        processes.callback(stop, train, 60.0)
         metrics = project / "runs" / "measured" / "metrics.jsonl"
         url = "" if arguments.separate else await url_in(log, train)
         if arguments.separate:
@@ -160,7 +160,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[flo
                 cwd=project,
                 stderr=processes.enter_context(studio_log.open("w")),
             )
-            processes.callback(stop, studio)
+            processes.callback(stop, studio, 0.0)
             url = await url_in(studio_log, studio)
         os.nice(10)  # of this process alone
         async with contextlib.AsyncExitStack() as opened:
@@ -179,10 +179,10 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[flo
     return rows_of(metrics), traffic
 
 
-def stop(process: subprocess.Popen) -> None:
-    """Let a process end, and end it after a minute or if it is a server."""
+def stop(process: subprocess.Popen, patience_s: float) -> None:
+    """Give a process some time to end, then end it."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(60 if "train" in process.args else 0)
+        process.wait(patience_s)
     process.terminate()
     process.wait()
 

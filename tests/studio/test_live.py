@@ -81,6 +81,29 @@ async def test_run_has_metrics_and_failures_with_an_example(tmp_path: Path) -> N
     assert (columns["samples"], columns["minutes"]) == ([0, 8, 8], [0, 1, 1])
 
 
+@pytest.mark.parametrize(
+    ("better", "worse", "sign"), [(9, 1, 1), (1, 9, -1), (3, 1, 0), (0, 0, 0)]
+)
+async def test_run_says_whether_it_learns(
+    tmp_path: Path, better: int, worse: int, sign: int
+) -> None:
+    row = {"eval/reward_mean": 0.5, "eval/change_mean": 0.1, "eval/change_stderr": 0.05}
+    counts = {"eval/num_better": better, "eval/num_worse": worse, "eval/change_since_step": 0}
+    add_rows(records.make_run(tmp_path), {"step": 3, **row, **counts, "rollout/reward_mean": 0.4})
+    async with live(tmp_path) as page:
+        found = await page.get("")
+    assert found["learning"]["sign"] == sign
+    assert found["worst_group"]["group_id"] == "train-00003-000"
+    assert found["worst_group"]["reward_mean"] == pytest.approx(1 / 3)
+
+
+async def test_run_without_steps_does_not_say_that_it_learns(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        found = await page.get("")
+    assert found["learning"]["sign"] == 0 and found["worst_group"] is None
+
+
 async def test_group_has_attempts_with_rewards_and_advantages(tmp_path: Path) -> None:
     records.make_run(tmp_path)
     async with live(tmp_path) as page:
@@ -316,6 +339,28 @@ async def test_ten_clients_get_changes_from_one_poll(tmp_path: Path) -> None:
         assert streams[0].headers["Content-Security-Policy"].startswith("default-src 'none'")
     assert len({found for found, _ in before}) == len({found for found, _ in after}) == 1
     assert sum(after[0][1].values()) == sum(before[0][1].values()) + 1
+
+
+async def test_ten_clients_share_one_answer(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        page.server.answers.max_age_s = 60.0
+        found = await asyncio.gather(*(page.get("") for _ in range(10)))
+        before = page.server.answers.num_computed
+        again = await page.get("")
+        other = await page.get("", x="1")
+    assert before == 1 and all(answer == again for answer in found) and other == again
+    assert page.server.answers.num_computed == 2
+
+
+async def test_failed_answer_is_not_kept(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        page.server.answers.max_age_s = 60.0
+        (tmp_path / "run" / "store.sqlite").rename(tmp_path / "away")
+        await page.get("/rollouts", 404)
+        (tmp_path / "away").rename(tmp_path / "run" / "store.sqlite")
+        assert (await page.get("/rollouts"))["total"] == 5
 
 
 async def test_client_that_reconnects_learns_of_missed_changes(tmp_path: Path) -> None:

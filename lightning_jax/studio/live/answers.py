@@ -10,6 +10,7 @@ from lightning_jax.rollouts.failures import Failure
 from lightning_jax.studio.build import task_name
 from lightning_jax.studio.compare_runs import settings_table
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
+from lightning_jax.studio.live.overview import find_worst_group, learning, task_names
 from lightning_jax.studio.page import MAX_ATTRIBUTE_CHARS, MAX_CHARS, MAX_SPANS, MAX_TOKENS
 from lightning_jax.studio.records import CallView, RolloutView, SpanView
 from lightning_jax.studio.runs import RunSummary, rewards_of
@@ -70,12 +71,15 @@ def run_answer(run: WatchedRun) -> Json:
     """Return one run: its summary, settings, steps, and failures by reason."""
     summary = run.summary()
     with run.listing() as listing:
+        worst_group = find_worst_group(listing, summary)
         steps = {phase: listing.steps(phase) for phase in ("train", "eval")}
         failures = [
             Failure(status, printable(reason), number, example, printable(cut(detail or "", 300)))
             for status, reason, number, example, detail in listing.failures()
         ]
     return run_line(run, summary) | {
+        "learning": learning(summary),
+        "worst_group": worst_group,
         "metrics": sorted({name for row in summary.rows for name in row} - {"step"}),
         "train_steps": steps["train"],
         "eval_steps": steps["eval"],
@@ -176,7 +180,7 @@ def groups_answer(
         groups = []
         for row in rows:
             attempts = listing.rollouts(Filter(group_id=row.group_id), limit=MAX_ATTEMPTS)
-            names = _task_names(listing, attempts[:1])
+            names = task_names(listing, attempts[:1])
             groups.append(
                 asdict(row)
                 | {
@@ -200,7 +204,7 @@ def rollouts_answer(run: WatchedRun, wanted: Filter, *, limit: int, offset: int)
 
 def rollout_lines(listing: StoreListing, rollouts: Sequence[Rollout]) -> list[Json]:
     """Return the rollouts with their tasks' names and how long they took."""
-    names = _task_names(listing, rollouts)
+    names = task_names(listing, rollouts)
     seconds = listing.seconds([rollout.rollout_id for rollout in rollouts])
     return [
         _rollout(rollout)
@@ -240,14 +244,6 @@ def group_texts_answer(run: WatchedRun, group_id: str) -> Json:
             "notes": list(view.notes),
         }
     return {"attempts": found}
-
-
-def _task_names(listing: StoreListing, rollouts: Sequence[Rollout]) -> dict[str, str]:
-    tasks = listing.tasks([rollout.rollout_id for rollout in rollouts])
-    return {
-        rollout.rollout_id: task_name(rollout.task_id, tasks.get(rollout.rollout_id, {}))
-        for rollout in rollouts
-    }
 
 
 def _short(rollout: Rollout) -> Json:

@@ -16,7 +16,6 @@ from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from pydantic_core import to_json
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue, UserError
@@ -26,6 +25,7 @@ from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
 from lightning_jax.studio.live.comparing import compare_answer
 from lightning_jax.studio.live.downloads import jsonl_lines, rollout_page, run_page
+from lightning_jax.studio.live.shared import Encoded, SharedAnswers, encode
 from lightning_jax.studio.live.throughput import Throughput
 from lightning_jax.studio.live.watch import Watch
 from lightning_jax.studio.load import ViewError
@@ -60,7 +60,7 @@ class LiveServer:
     ) -> None:
         self._catalog, self._key, self._activity = catalog, key, activity
         self._throughput, self._searching = Throughput(), asyncio.Semaphore(1)
-        self.watch = Watch(catalog)
+        self.watch, self.answers = Watch(catalog), SharedAnswers()
 
     def application(self) -> web.Application:
         """Return an application for a server of its own, or to add below a path of another."""
@@ -105,14 +105,9 @@ class LiveServer:
     async def _answer(
         self, answer: Callable[[web.Request], Any], request: web.Request
     ) -> web.StreamResponse:
-        """Answer with JSON, which a thread computes and writes. Numbers that are not finite are
-        null.
-        """
-        body = await asyncio.to_thread(lambda: to_json(answer(request), inf_nan_mode="null"))
-        response = web.Response(body=body, content_type="application/json")
-        response.headers["Cache-Control"] = "no-store"
-        response.enable_compression()
-        return response
+        """Answer with JSON that a thread computes, or that another request has just got."""
+        found = await self.answers.get(request.path_qs, lambda: answer(request))
+        return _json(found, request)
 
     def _of_run(
         self, answer: Callable[[web.Request, WatchedRun], Any]
@@ -136,9 +131,10 @@ class LiveServer:
             raise _wrong("text", "", "a text to search for")
         text, wanted = wanted.text, replace(wanted, text="")
         async with self._searching:
-            return await self._answer(
-                lambda _: answers.search_answer(run, text, wanted, cursor), request
+            found = await asyncio.to_thread(
+                lambda: encode(answers.search_answer(run, text, wanted, cursor))
             )
+        return _json(found, request)
 
     def _compare(self, request: web.Request) -> Any:
         """Compare groups of runs. A group's runs have dots between their keys."""
@@ -276,6 +272,15 @@ def _wrong(name: str, value: str, expected: str) -> InvalidValue:
     return InvalidValue(
         f"{name} is {value[:50]!r}; expected {expected}.", reason="invalid", key=name
     )
+
+
+def _json(found: Encoded, request: web.Request) -> web.Response:
+    takes_gzip = "gzip" in request.headers.get("Accept-Encoding", "")
+    headers = {"Cache-Control": "no-store"}
+    if found.zipped is None or not takes_gzip:
+        return web.Response(body=found.body, content_type="application/json", headers=headers)
+    headers |= {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+    return web.Response(body=found.zipped, content_type="application/json", headers=headers)
 
 
 def _attachment(name: str) -> dict[str, str]:

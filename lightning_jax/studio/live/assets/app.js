@@ -13,6 +13,7 @@ const view = document.getElementById("view");
 const path = document.getElementById("path");
 const connection = document.getElementById("connection");
 const MIN_REDRAW_MS = 2000;
+const LAST_REDRAW_MS = 4000; // after the last change, as answers may be a few seconds old
 const VIEWS = { run: drawRun, rollout: drawRollout, group: drawGroup, compare: drawComparison,
   beside: drawBeside };
 
@@ -20,6 +21,7 @@ let shown = null; // {key of the run or null; redraw, minMs between two, onKey, 
 let version = 0; // of the address: what arrives for an earlier one is dropped
 let numbers = {};
 let waiting = null;
+let last = null;
 let lastRedraw = 0;
 
 const parts = () => location.hash.replace(/^#\/?/, "").split("/").filter(Boolean)
@@ -68,16 +70,22 @@ function onNumbers(found) {
   const isFirst = Object.keys(numbers).length === 0;
   numbers = found;
   if (!changed || isFirst || waiting || !shown?.redraw) return;
+  clearTimeout(last);
   const wait = Math.max(lastRedraw + (shown.minMs ?? MIN_REDRAW_MS) - Date.now(), 0);
   waiting = setTimeout(async () => {
     waiting = null;
-    lastRedraw = Date.now();
-    try {
-      await shown?.redraw?.();
-    } catch (error) {
-      if (error.status === 404) showFailure(error);
-    }
+    last = setTimeout(redraw, LAST_REDRAW_MS);
+    await redraw();
   }, wait);
+}
+
+async function redraw() {
+  lastRedraw = Date.now();
+  try {
+    await shown?.redraw?.();
+  } catch (error) {
+    if (error.status === 404) showFailure(error);
+  }
 }
 
 function onState(isConnected) {

@@ -2,7 +2,7 @@
 // sure the difference is. Runs of one group are seeds of one experiment.
 
 import { COLORS, destroyCharts } from "./chart.js";
-import { element, fill, number, place, select, status, table, words } from "./dom.js";
+import { element, fill, number, place, select, shade, status, table, words } from "./dom.js";
 import { curvesOf, rewardCharts } from "./runs.js";
 import { drawTranscript } from "./transcript.js";
 
@@ -90,9 +90,9 @@ function tasks(pair, shown) {
 }
 
 const chips = (rollouts) => element("span", { class: "chips" }, rollouts.map((rollout) =>
-  element("a", { class: `chip ${rollout.status} ${rollout.reward > 0 ? "plus" : ""}`,
+  shade(rollout.reward, element("a", { class: `chip ${rollout.status}`,
     href: place("run", rollout.key, "rollout", rollout.rollout_id), title: words(rollout.status) },
-  rollout.reward === null ? "failed" : number(rollout.reward))));
+  rollout.reward === null ? "failed" : number(rollout.reward)))));
 
 const beside = (first, second) => place("beside", first.key, first.rollout_id, second.key,
   second.rollout_id);

@@ -56,3 +56,10 @@ export const status = (value) => element("span", { class: `status ${value}` }, w
 
 /** Return the link to a place in the page, such as ["run", key, "rollout", id]. */
 export const place = (...parts) => `#/${parts.map(encodeURIComponent).join("/")}`;
+
+/** Color an element by a reward: the greener, the nearer to 1; red below 0. Returns the element. */
+export function shade(reward, node) {
+  if (reward > 0) node.style.background = `rgb(33 160 96 / ${(0.1 + 0.4 * Math.min(reward, 1)).toFixed(2)})`;
+  if (reward < 0) node.style.background = `rgb(206 44 49 / ${(0.1 + 0.3 * Math.min(-reward, 1)).toFixed(2)})`;
+  return node;
+}

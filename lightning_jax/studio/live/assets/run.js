@@ -3,9 +3,10 @@
 import { download } from "./api.js";
 import { chart, COLORS, destroyCharts, points } from "./chart.js";
 import { drawSearch } from "./search.js";
-import { element, fill, number, place, seconds, select, status, table, words } from "./dom.js";
+import { element, fill, number, place, seconds, select, shade, status, table, words } from "./dom.js";
 
-// Charts of a run: a title and the first of these metrics that it has.
+// Charts of a run: a title and the first of these metrics that it has. The first two are large.
+const NUM_LARGE = 2;
 const CHARTS = [
   ["reward of training rollouts", ["rollout/reward_mean"]],
   ["greedy reward on dev tasks", ["eval/reward_mean"]],
@@ -26,8 +27,8 @@ export async function drawRun(view, context) {
   const { key } = context;
   let offset = 0;
   let run = null;
-  const [head, live, curves, failures, lists] = ["head", "live", "curves", "failures", "lists"]
-    .map((name) => element("section", { class: name }));
+  const [head, live, curves, failures, lists, internals] = ["head", "live", "curves", "failures",
+    "lists", "internals"].map((name) => element("section", { class: name }));
 
   let search = 0; // number of the newest one; earlier ones end
   const drawLists = async (isChange = true) => {
@@ -69,15 +70,20 @@ export async function drawRun(view, context) {
     const curve = (name, index = 0) => ({ label: name, color: COLORS[index % COLORS.length],
       points: points(answer, kept.axis, name) });
     const draw = (title, ...found) => chart(title, kept.axis, found, { sync: "run" });
+    const drawn = wanted.map(([title, name]) => [CHARTS.findIndex(([found]) => found === title),
+      draw(title, curve(name))]);
+    const large = drawn.filter(([index]) => index < NUM_LARGE).map(([, box]) => box);
+    const small = drawn.filter(([index]) => index >= NUM_LARGE).map(([, box]) => box);
     destroyCharts(curves);
     fill(curves,
       select("axis", options, kept.axis, (value) => { kept.axis = value; drawCurves(); }), " ",
       select("more", [["", "choose a metric"], ...run.metrics.map((name) => [name, name])],
         kept.metric, (value) => { kept.metric = value; drawCurves(); }),
-      element("div", { class: "charts" },
-        kept.metric && draw(kept.metric, curve(kept.metric)),
-        wanted.map(([title, name]) => draw(title, curve(name))),
-        parts.length > 0 && draw("seconds of a step", ...parts.map(curve))));
+      element("div", { class: "charts" }, large,
+        kept.metric && draw(kept.metric, curve(kept.metric))));
+    destroyCharts(internals);
+    fill(internals, element("h2", {}, "Inside the training"), element("div", { class: "charts" },
+      small, parts.length > 0 && draw("seconds of a step", ...parts.map(curve))));
   };
 
   const drawLive = async () => {
@@ -102,7 +108,7 @@ export async function drawRun(view, context) {
     return drawLists();
   };
   destroyCharts(view);
-  fill(view, head, live, curves, failures, lists, settings(run), downloads(key));
+  fill(view, head, live, curves, failures, lists, internals, settings(run), downloads(key));
   await Promise.all([drawCurves(), drawListHead()]);
   const redraw = () => Promise.all([drawHead().then(drawCurves), drawLists(false)]);
   let isAsking = false;
@@ -123,11 +129,16 @@ function summary(run) {
   return [
     element("h1", {}, run.name, " ", status(run.status)),
     run.why && element("p", { class: "error" }, run.why),
+    element("p", { class: `verdict ${run.learning.sign > 0 ? "plus" : run.learning.sign < 0
+      ? "minus" : ""}` }, run.learning.text),
     element("div", { class: "facts" },
       fact(run.total_steps === null ? run.steps : `${run.steps} of ${run.total_steps}`, "steps"),
       fact(number(run.first) || "-", `first ${what}`), fact(number(run.best) || "-", "best"),
       fact(number(run.last) || "-", "last"), fact(run.minutes.toFixed(1), "minutes")),
     element("p", { class: "dim" }, counts.join(", ") || "no rollouts yet"),
+    run.worst_group && element("p", {}, `worst group of step ${run.worst_group.step}: `,
+      element("a", { href: place("run", run.key, "group", run.worst_group.group_id) },
+        run.worst_group.task_name), `, mean reward ${number(run.worst_group.reward_mean) || "none"}`),
   ];
 }
 
@@ -220,9 +231,9 @@ function groups(key, found) {
 function chip(key, attempt) {
   const text = attempt.reward === null ? "failed" : number(attempt.reward);
   const shown = ["queued", "running"].includes(attempt.status) ? attempt.status : text;
-  return element("a", { class: `chip ${attempt.status} ${attempt.reward > 0 ? "plus" : ""}`,
+  return shade(attempt.reward, element("a", { class: `chip ${attempt.status}`,
     title: attempt.reason ?? words(attempt.status),
-    href: place("run", key, "rollout", attempt.rollout_id) }, shown);
+    href: place("run", key, "rollout", attempt.rollout_id) }, shown));
 }
 
 function rollouts(key, found) {
