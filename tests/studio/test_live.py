@@ -81,9 +81,7 @@ async def test_run_has_metrics_and_failures_with_an_example(tmp_path: Path) -> N
     assert (columns["samples"], columns["minutes"]) == ([0, 8, 8], [0, 1, 1])
 
 
-@pytest.mark.parametrize(
-    ("better", "worse", "sign"), [(9, 1, 1), (1, 9, -1), (3, 1, 0), (0, 0, 0)]
-)
+@pytest.mark.parametrize(("better", "worse", "sign"), [(9, 1, 1), (1, 9, -1), (3, 1, 0), (0, 0, 0)])
 async def test_run_says_whether_it_learns(
     tmp_path: Path, better: int, worse: int, sign: int
 ) -> None:

@@ -283,7 +283,9 @@ def rollout_answer(run: WatchedRun, rollout_id: str) -> Json:
         view = reader.rollout(rollout_id)
     with run.listing() as listing:
         neighbors = listing.neighbors(view.rollout)
-    return as_json(view) | {"neighbors": neighbors}
+        group = listing.rollouts(Filter(group_id=view.rollout.group_id), limit=MAX_ATTEMPTS)
+    attempts = [_short(attempt) for attempt in group]
+    return as_json(view) | {"neighbors": neighbors, "attempts": attempts}
 
 
 def as_json(view: RolloutView) -> Json:

@@ -2,8 +2,9 @@
 
 import { download } from "./api.js";
 import { chart, COLORS, destroyCharts, points } from "./chart.js";
+import { chip } from "./group.js";
 import { drawSearch } from "./search.js";
-import { element, fill, number, place, seconds, select, shade, status, table, words } from "./dom.js";
+import { element, fill, number, place, seconds, select, status, table, words } from "./dom.js";
 
 // Charts of a run: a title and the first of these metrics that it has. The first two are large.
 const NUM_LARGE = 2;
@@ -226,14 +227,6 @@ function groups(key, found) {
       group.step, number(group.reward_mean),
       element("span", { class: "chips" }, group.attempts.map((attempt) => chip(key, attempt))),
     ]));
-}
-
-function chip(key, attempt) {
-  const text = attempt.reward === null ? "failed" : number(attempt.reward);
-  const shown = ["queued", "running"].includes(attempt.status) ? attempt.status : text;
-  return shade(attempt.reward, element("a", { class: `chip ${attempt.status}`,
-    title: attempt.reason ?? words(attempt.status),
-    href: place("run", key, "rollout", attempt.rollout_id) }, shown));
 }
 
 function rollouts(key, found) {
