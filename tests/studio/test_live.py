@@ -15,6 +15,7 @@ from urllib.parse import quote
 import pytest
 import view_records as records
 from aiohttp import ClientResponse, ClientSession
+from chromium import CHROMIUM, open_browser
 from live_page import live
 
 from lightning_jax.cli.main import WITHOUT_JAX, main
@@ -33,7 +34,6 @@ from lightning_jax.traces.store import Store
 
 FIRST = "train-00003-000-00-1"
 HOSTILE = "<script>document.title='taken'</script><img src=x onerror=alert(1)>\x1b[2J\u202eabc"
-CHROMIUM = shutil.which("chromium")
 
 
 def add_rows(run: Path, *rows: dict[str, float]) -> None:
@@ -517,3 +517,15 @@ async def dump(url: str, profile: Path) -> str:
     )
     async with asyncio.timeout(60):
         return (await process.communicate())[0].decode()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+async def test_pages_that_were_left_hold_no_connection(tmp_path: Path) -> None:
+    records.make_run(tmp_path / "runs")
+    async with live(tmp_path / "runs") as served, open_browser(tmp_path / "profile") as page:
+        for _ in range(8):  # a browser allows six connections to a server
+            await page.open(
+                str(served.client.make_url("/")),
+                "document.querySelector('#connection').className === 'on'",
+                timeout_s=20.0,
+            )
