@@ -25,7 +25,7 @@ from lightning_jax.studio.live.overview import find_worst_group
 from lightning_jax.studio.live.server import LiveServer
 
 DESK, PHONE = (1000, 720), (390, 800)
-NUM_COLORS = 64
+NUM_COLORS = 256
 SETTLE_S = 1.0  # until curves have their size
 
 
@@ -97,8 +97,8 @@ async def main() -> None:
             for shot in shots(catalog):
                 await take(page, str(server.make_url("/")), shot, arguments.out)
             if arguments.live:
-                is_busy = "document.querySelector('.live .facts') && "
-                is_busy += "/^[1-9]/.test(document.querySelector('.live strong').textContent)"
+                facts = "[...document.querySelectorAll('.live .fact')].map((x) => x.innerText)"
+                is_busy = f"{facts}.some((text) => /^[1-9][0-9.]+\\s+tokens/.test(text))"
                 await page.open(f"{arguments.live}#/", "document.querySelector('td a')")
                 key = await page.run("document.querySelector('td a').hash.split('/').at(-1)")
                 live = Shot("live", f"run/{key}", (1000, 480), "dark", is_busy)

@@ -123,7 +123,7 @@ def _facts(
     if num_changed:
         facts.append(
             f"if both were equally good, chance alone would split {num_changed} tasks so unevenly "
-            f"in {tasks.p_value:.2g} of all cases (p-value of the sign test)"
+            f"in {100 * tasks.p_value:.2g} % of all cases (sign test, p = {tasks.p_value:.2g})"
         )
     if not has_seeds:
         facts.append(
