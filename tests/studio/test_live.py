@@ -30,6 +30,7 @@ from lightning_jax.studio.live.catalog import Catalog
 from lightning_jax.studio.live.server import ASSETS, LiveServer, page_of, serve_live
 from lightning_jax.studio.live.throughput import WINDOW_S, Throughput
 from lightning_jax.studio.load import ViewError
+from lightning_jax.studio.records import CallView, RolloutView, SpanView, TokenView
 from lightning_jax.traces.store import Store
 
 FIRST = "train-00003-000-00-1"
@@ -287,6 +288,31 @@ async def test_hostile_texts_have_no_control_signs_and_are_cut(tmp_path: Path) -
             assert response.content_type != "text/html"
 
 
+async def test_megabytes_in_names_tasks_and_failures_are_cut(tmp_path: Path) -> None:
+    run, long = records.make_run(tmp_path), "x" * 2**20
+    failed: dict[str, Any] = {"status": "agent_failure", "reason": long, "detail": long}
+    task = {"id": "task_9", "question": long, long: "name"}
+    with contextlib.closing(Store(run / "store.sqlite")) as store:
+        failed["metrics"] = {long: 1.0}
+        records.add(store, records.rollout(0, task_index=9, **failed), [], task)
+    rollout, group = "train-00003-009-00-1", "train-00003-009"
+    paths = ("", "/groups", "/rollouts", f"/rollouts/{rollout}", f"/groups/{group}")
+    async with live(tmp_path) as page:
+        for path in (*paths, f"/groups/{group}/texts", "/live"):
+            async with page.client.get(page.run + path) as response:
+                assert response.status == 200 and len(await response.text()) < 100_000, path
+
+
+def test_megabyte_in_one_token_is_cut() -> None:
+    tokens = (TokenView("x" * 2**20, -1.0), *[TokenView("y" * 1000, -1.0)] * 5000)
+    call = CallView(1, 5, "", "z" * 2**20, tokens, (("f", "w" * 2**20),), "stop", -1.0, (3,), 0.0)
+    span = SpanView("llm", "1 chat", 0, 0.0, 1.0, None, call, "", "", ())
+    found = answers.as_json(RolloutView(records.rollout(), 1.0, (span,)))
+    (shown,) = found["spans"]
+    assert len(shown["call"]["tokens"][0][0]) < 1000
+    assert shown["call"]["num_tokens"] == 5001 and len(json.dumps(found)) < 500_000
+
+
 async def test_vanished_run_is_a_404_and_leaves_the_list(tmp_path: Path) -> None:
     run = records.make_run(tmp_path / "a")
     records.make_run(tmp_path / "b")
@@ -529,3 +555,22 @@ async def test_pages_that_were_left_hold_no_connection(tmp_path: Path) -> None:
                 "document.querySelector('#connection').className === 'on'",
                 timeout_s=20.0,
             )
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+async def test_browser_connects_again_and_shows_what_it_missed(tmp_path: Path) -> None:
+    run = records.make_run(tmp_path / "runs")
+    runner = await serve_live(LiveServer(Catalog([tmp_path / "runs"])), "127.0.0.1", 0, None)
+    port = runner.addresses[0][1]
+    state = "document.querySelector('#connection').className"
+    async with open_browser(tmp_path / "profile") as page:
+        await page.open(f"http://127.0.0.1:{port}/", f"{state} === 'on'")
+        await runner.cleanup()
+        await page.wait_for(f"{state} === 'off'")
+        add_rows(run, {"step": 6, "time/step_s": 1.0})
+        runner = await serve_live(LiveServer(Catalog([tmp_path / "runs"])), "127.0.0.1", port, None)
+        try:
+            await page.wait_for(f"{state} === 'on'")
+            await page.wait_for("document.querySelector('td.number').textContent.startsWith('7')")
+        finally:
+            await runner.cleanup()

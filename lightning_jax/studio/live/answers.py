@@ -1,7 +1,7 @@
 """Answers of the live page's API as values for JSON. All texts in them are safe to print."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,7 +25,9 @@ Json = dict[str, Any]
 MAX_PAGE = 200  # rows of one answer
 MAX_ATTEMPTS = 64  # of a group that are read in full
 MAX_TOKEN_CHARS = 500
+MAX_RESPONSE_CHARS = 100_000
 MAX_SHARED_CHARS = 2000
+MAX_NAME_CHARS = 300  # of ids, reasons and names of numbers
 MAX_ANSWER_CHARS = 1500
 MAX_RUNNING = 20
 
@@ -74,7 +76,7 @@ def run_answer(run: WatchedRun) -> Json:
         worst_group = find_worst_group(listing, summary)
         steps = {phase: listing.steps(phase) for phase in ("train", "eval")}
         failures = [
-            Failure(status, printable(reason), number, example, printable(cut(detail or "", 300)))
+            Failure(status, _name(reason), number, example, printable(cut(detail or "", 300)))
             for status, reason, number, example, detail in listing.failures()
         ]
     return run_line(run, summary) | {
@@ -224,7 +226,9 @@ def group_answer(run: WatchedRun, group_id: str) -> Json:
         fields = next(iter(tasks.values()), {})
         return {
             "group_id": printable(group_id),
-            "task": [[printable(name), printable(text)] for name, text in fields.items()],
+            "task": [
+                [_name(name), printable(cut(text, MAX_CHARS))] for name, text in fields.items()
+            ],
             "attempts": rollout_lines(listing, attempts),
         }
 
@@ -251,14 +255,14 @@ def _short(rollout: Rollout) -> Json:
         "rollout_id": rollout.rollout_id,
         "status": rollout.status,
         "reward": rollout.reward,
-        "reason": rollout.reason and printable(rollout.reason),
+        "reason": rollout.reason and _name(rollout.reason),
         "superseded": rollout.superseded,
     }
 
 
 def _rollout(rollout: Rollout) -> Json:
     return _short(rollout) | {
-        "task_id": printable(rollout.task_id),
+        "task_id": _name(rollout.task_id),
         "group_id": rollout.group_id,
         "phase": rollout.phase,
         "step": rollout.step,
@@ -271,7 +275,12 @@ def _rollout(rollout: Rollout) -> Json:
 
 
 def _numbers(numbers: Mapping[str, float]) -> dict[str, float]:
-    return {printable(name): value for name, value in numbers.items()}
+    return {_name(name): value for name, value in numbers.items()}
+
+
+def _name(text: str) -> str:
+    """Return a name of an agent or of its data, which is normally short, safe to print."""
+    return printable(cut(text, MAX_NAME_CHARS))
 
 
 # One rollout
@@ -293,8 +302,8 @@ def as_json(view: RolloutView) -> Json:
     fields = dict(view.task)
     return _rollout(view.rollout) | {
         "task_name": task_name(view.rollout.task_id, fields),
-        "task": [[name, cut(text, MAX_CHARS)] for name, text in view.task],
-        "reasons": [[name, cut(text, MAX_CHARS)] for name, text in view.reasons],
+        "task": [[_name(name), cut(text, MAX_CHARS)] for name, text in view.task],
+        "reasons": [[_name(name), cut(text, MAX_CHARS)] for name, text in view.reasons],
         "notes": list(view.notes),
         "duration_s": view.duration_s,
         "spans": [_span(span) for span in view.spans[:MAX_SPANS]],
@@ -317,6 +326,17 @@ def _span(span: SpanView) -> Json:
     }
 
 
+def _tokens(call: CallView) -> Iterator[list[Any]]:
+    """Yield [text, log-prob, version, forced] of the first tokens of a response."""
+    left = MAX_RESPONSE_CHARS
+    for token in call.tokens[:MAX_TOKENS]:
+        text = cut(token.text, MAX_TOKEN_CHARS)
+        left -= len(text)
+        if left < 0:
+            return
+        yield [text, token.logprob, token.version, token.forced]
+
+
 def _call(call: CallView) -> Json:
     return {
         "number": call.number,
@@ -326,10 +346,7 @@ def _call(call: CallView) -> Json:
         "shared_text": cut(call.shared_text, MAX_SHARED_CHARS),
         "new_text": cut(call.new_text, MAX_CHARS),
         "text": cut(call.text, MAX_CHARS),
-        "tokens": [
-            [cut(token.text, MAX_TOKEN_CHARS), token.logprob, token.version, token.forced]
-            for token in call.tokens[:MAX_TOKENS]
-        ],
+        "tokens": list(_tokens(call)),
         "num_tokens": len(call.tokens),
         "tool_calls": [[name, cut(arguments, MAX_CHARS)] for name, arguments in call.tool_calls],
         "reward": call.reward,

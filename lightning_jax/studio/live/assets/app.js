@@ -20,6 +20,7 @@ const VIEWS = { run: drawRun, rollout: drawRollout, group: drawGroup, compare: d
 let shown = null; // {key of the run or null; redraw, minMs between two, onKey, stop: or null}
 let version = 0; // of the address: what arrives for an earlier one is dropped
 let numbers = {};
+let isBack = false; // connected again, so that changes may have been missed
 let waiting = null;
 let last = null;
 let lastRedraw = 0;
@@ -68,8 +69,10 @@ function onNumbers(found) {
   const changed = key === null ? JSON.stringify(found) !== JSON.stringify(numbers)
     : found[key] !== numbers[key];
   const isFirst = Object.keys(numbers).length === 0;
+  const mayHaveMissed = isBack;
+  isBack = false;
   numbers = found;
-  if (!changed || isFirst || waiting || !shown?.redraw) return;
+  if ((!changed && !mayHaveMissed) || isFirst || waiting || !shown?.redraw) return;
   clearTimeout(last);
   const wait = Math.max(lastRedraw + (shown.minMs ?? MIN_REDRAW_MS) - Date.now(), 0);
   waiting = setTimeout(async () => {
@@ -89,6 +92,7 @@ async function redraw() {
 }
 
 function onState(isConnected) {
+  if (isConnected && connection.className === "off") isBack = true;
   connection.className = isConnected ? "on" : "off";
   connection.textContent = isConnected ? "live" : "not connected";
 }
