@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
+from lightning_jax.gateway.activity import Activity
 from lightning_jax.gateway.auth import Callers
 from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing
@@ -203,6 +204,10 @@ class Gateway:
         totals = Counter(self.engine.stats())  # an engine may stand for other gateways
         totals.update(self._meters.totals())
         return dict(totals)
+
+    def activity(self) -> Activity:
+        """Return the slots, the counters and the open rollouts of this moment."""
+        return Activity(self.engine.num_slots, self.stats(), self._rollouts.activity())
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[openai_errors], client_max_size=self._bodies.max_bytes)

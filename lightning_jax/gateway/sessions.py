@@ -11,6 +11,7 @@ from aiohttp import web
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
+from lightning_jax.gateway.activity import RolloutActivity
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.prompt.render import ConversationMemory
@@ -261,6 +262,14 @@ class OpenRollouts:
             )
         self.owners.end(rollout.owner)
         return rollout.end()
+
+    def activity(self) -> tuple[RolloutActivity, ...]:
+        """Return what each rollout does, the one that has been open longest first."""
+        found = [
+            RolloutActivity(name, rollout.root.start_ns, len(rollout.in_flight), rollout.num_tokens)
+            for name, rollout in self._by_id.items()
+        ]
+        return tuple(sorted(found, key=lambda rollout: rollout.start_ns))
 
     def close_all(self) -> None:
         for rollout_id in list(self._by_id):

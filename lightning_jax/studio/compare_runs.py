@@ -3,14 +3,19 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from lightning_jax.rollouts.compare_tasks import Rewards, compare_tasks, standard_error
+from lightning_jax.rollouts.compare_tasks import (
+    Rewards,
+    TaskComparison,
+    compare_tasks,
+    standard_error,
+)
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio import Axis
 from lightning_jax.studio.evaluation import comparison_table
@@ -43,7 +48,7 @@ def compare_runs(groups: Sequence[Group], axis: Axis = "steps") -> list[Grid]:
     for name, group in zip(names[1:], groups[1:], strict=True):
         tables.append(_tasks(groups[0], names[0], group, name))
         if max(len(groups[0]), len(group)) > 1:
-            tables.append(_seeds(groups[0], names[0], group, name))
+            tables.append(seeds_table(groups[0], names[0], group, name))
     return [grid for grid in tables if grid.rows or grid.notes]
 
 
@@ -137,24 +142,48 @@ def _training(groups: Sequence[Group], names: Sequence[str], axis: Axis) -> Grid
     return Grid(title, columns(axis, *names, numbers=(axis, *names)), tuple(rows))
 
 
-def _tasks(first: Group, first_name: str, group: Group, name: str) -> Grid:
-    """Return the tasks whose reward differs most in the last evaluation that both have.
+@dataclass(frozen=True)
+class EvaluationComparison:
+    """Tasks of two groups in the last evaluation that both have, or else in their last ones."""
 
-    Without one, the last evaluations of both are compared.
-    """
+    before_step: int
+    after_step: int
+    tasks: TaskComparison
+    when: str  # such as "step 10"
+
+
+def compare_evaluations(first: Group, group: Group) -> EvaluationComparison | None:
+    """Compare two groups task by task. Return None if one of them has no evaluation."""
     before, after = _measured(first), _measured(group)
     if not before or not after:
-        nothing = first_name if not before else name
-        return Grid(f"{name} against {first_name}", (), (), (f"{nothing} has no evaluation",))
+        return None
     common = (before.keys() & after.keys()) - {0}  # at step 0 both have the initial model
-    at = (max(common),) * 2 if common else (max(before), max(after))
-    found = compare_tasks(before[at[0]], after[at[1]])
-    when = f"step {at[0]}" if common else f"step {at[1]} against step {at[0]}"
-    grid = comparison_table(found, f"{name} against {first_name}, {when}", first_name, name)
+    old, new = (max(common),) * 2 if common else (max(before), max(after))
+    when = f"step {old}" if common else f"step {new} against step {old}"
+    return EvaluationComparison(old, new, compare_tasks(before[old], after[new]), when)
+
+
+def _tasks(first: Group, first_name: str, group: Group, name: str) -> Grid:
+    """Return the tasks whose reward differs most."""
+    found = compare_evaluations(first, group)
+    if found is None:
+        nothing = name if any(map(has_evaluation, first)) else first_name
+        return Grid(f"{name} against {first_name}", (), (), (f"{nothing} has no evaluation",))
+    title = f"{name} against {first_name}, {found.when}"
+    grid = comparison_table(found.tasks, title, first_name, name)
+    return replace(grid, notes=(*grid.notes, *seed_notes(first, group)))
+
+
+def has_evaluation(run: RunSummary) -> bool:
+    """Return whether the store of a run has an evaluation."""
+    return bool(read_evaluations(run.directory))
+
+
+def seed_notes(first: Group, group: Group) -> tuple[str, ...]:
+    """Return a warning if each group is a single run."""
     if len(first) == len(group) == 1:
-        note = "one run each: a part of the difference may be the seed (pass seeds as RUN,RUN)"
-        grid = replace(grid, notes=(*grid.notes, note))
-    return grid
+        return ("one run each: a part of the difference may be the seed (pass seeds as RUN,RUN)",)
+    return ()
 
 
 def _measured(group: Group) -> dict[int, Rewards]:
@@ -167,7 +196,7 @@ def _measured(group: Group) -> dict[int, Rewards]:
     return dict(merged)
 
 
-def _seeds(first: Group, first_name: str, group: Group, name: str) -> Grid:
+def seeds_table(first: Group, first_name: str, group: Group, name: str) -> Grid:
     """Return the mean of the last evaluation over seeds, with its standard error."""
     rows, means, errors = [], [], []
     for label, runs in ((first_name, first), (name, group)):

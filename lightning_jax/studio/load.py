@@ -26,7 +26,7 @@ from lightning_jax.traces.store import Store, StoreError
 from lightning_jax.traces.tree import attach_loose_calls
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import SETTINGS, STORE, require_run
-from lightning_jax.types import Rollout
+from lightning_jax.types import Rollout, Span
 
 EVALUATION = "an evaluation is not trained on, so it has no credit"
 
@@ -95,7 +95,7 @@ class RunReader:
         rollout = self._find(rollout_id)
         spans = attach_loose_calls(self._store.spans(rollout_id))
         has_tokens = any(attributes.PROMPT_TOKEN_IDS in span.attributes for span in spans)
-        tokenizer, why_no_text = self._tokenizer if has_tokens else (None, "")
+        tokenizer, why_no_text = self.tokenizer if has_tokens else (None, "")
         credit = self._credit(rollout)
         if why_no_text:
             credit = replace(credit, notes=(why_no_text, *credit.notes))
@@ -104,6 +104,10 @@ class RunReader:
         view = view_rollout(rollout, spans, transitions, tokenizer, credit, task)
         reasons = self._store.reasons(rollout_id).items()
         return replace(view, reasons=tuple((name, printable(text)) for name, text in reasons))
+
+    def spans(self, rollout_id: str) -> list[Span]:
+        """Return the recorded spans of a rollout in the order of their start."""
+        return self._store.spans(rollout_id)
 
     def forget_credit(self) -> None:
         """Compute credit again where it is shown next, because rollouts have ended since."""
@@ -141,7 +145,7 @@ class RunReader:
     # Other inputs of a rollout's view
 
     @functools.cached_property
-    def _tokenizer(self) -> tuple[Tokenizer | None, str]:
+    def tokenizer(self) -> tuple[Tokenizer | None, str]:
         """Pair of the tokenizer of the run's model, or None, and the reason if there is none."""
         if self._given_tokenizer is not None:
             return self._given_tokenizer, ""
@@ -169,7 +173,7 @@ class RunReader:
             config = load_config(Config, [str(self._settings)], only=sections)
         except ConfigError as error:
             return None, f"no credit or advantages: {error}"
-        if config.reward_rules and self._tokenizer[0] is None:
+        if config.reward_rules and self.tokenizer[0] is None:
             return None, "no credit or advantages: the reward rules need the text of the calls"
         return config, ""
 
@@ -180,7 +184,7 @@ class RunReader:
             return TraceReader()
         if not config.reward_rules:  # nothing else needs the tokenizer
             return TraceReader(config.roles, policies=config.policies)
-        tokenizer = self._tokenizer[0]
+        tokenizer = self.tokenizer[0]
         assert tokenizer is not None, "_config has checked it"
         return TraceReader(config.roles, config.reward_rules, tokenizer.decode, config.policies)
 

@@ -115,6 +115,25 @@ class StoreListing:
         )
         return [as_rollout(row) for row in rows]
 
+    def rollout(self, rollout_id: str) -> Rollout | None:
+        """Return one rollout, or None if there is none with this id."""
+        query = f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE rollout_id = ?"
+        return next(map(as_rollout, self._all(query, (rollout_id,))), None)
+
+    def newest(
+        self, wanted: Filter, *, before: int | None = None, limit: int
+    ) -> list[tuple[Any, ...]]:
+        """Return (cursor, id) of the matching rollouts, the one that was added last first.
+
+        `before` is the cursor after which the list continues.
+        """
+        where, values = wanted.where()
+        return self._all(
+            f"SELECT rowid, rollout_id FROM rollouts WHERE rowid < ? AND {where} "
+            "ORDER BY rowid DESC LIMIT ?",
+            (2**62 if before is None else before, *values, limit),
+        )
+
     def number(self, wanted: Filter) -> int:
         """Return the number of matching rollouts."""
         where, values = wanted.where()

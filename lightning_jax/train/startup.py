@@ -13,6 +13,7 @@ from aiohttp import web
 from filelock import FileLock, Timeout
 
 from lightning_jax.engine.engine import Engine
+from lightning_jax.gateway.activity import ReadActivity
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.config import AUTO
 from lightning_jax.models.formats.load import LoadedModel, load_configured
@@ -50,7 +51,7 @@ from lightning_jax.types import LLM, Task
 log = logging.getLogger(__name__)
 
 # Makes the page of a run directory that its server shows. The text is the key that it asks for.
-MakePage = Callable[[Path, str | None], web.Application]
+MakePage = Callable[[Path, str | None, ReadActivity], web.Application]
 
 
 @asynccontextmanager
@@ -98,7 +99,9 @@ async def open_run(
         leader.tell(Replica.publish_all)
         served = await at_end.enter_async_context(serve(replica))
         if make_page is not None:
-            served.gateway.show_page(make_page(directory, config.serve.api_key))
+            served.gateway.show_page(
+                make_page(directory, config.serve.api_key, served.gateway.activity)
+            )
         return_freed_memory()  # copies of the weights on their way to the engines
         service = open_service(
             served.gateway,

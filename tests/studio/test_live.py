@@ -8,7 +8,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,53 +15,26 @@ from urllib.parse import quote
 import pytest
 import view_records as records
 from aiohttp import ClientResponse, ClientSession
-from aiohttp.test_utils import TestClient, TestServer
+from chromium import CHROMIUM, open_browser
+from live_page import live
 
 from lightning_jax.cli.main import WITHOUT_JAX, main
 from lightning_jax.cli.studio import run_studio
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.gateway.activity import Activity, RolloutActivity
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.remote import RemoteEngine
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog
 from lightning_jax.studio.live.server import ASSETS, LiveServer, page_of, serve_live
-from lightning_jax.studio.live.watch import Watch
+from lightning_jax.studio.live.throughput import WINDOW_S, Throughput
 from lightning_jax.studio.load import ViewError
+from lightning_jax.studio.records import CallView, RolloutView, SpanView, TokenView
 from lightning_jax.traces.store import Store
 
 FIRST = "train-00003-000-00-1"
 HOSTILE = "<script>document.title='taken'</script><img src=x onerror=alert(1)>\x1b[2J\u202eabc"
-CHROMIUM = shutil.which("chromium")
-
-
-class Live:
-    """Client of a live server over the runs of a folder."""
-
-    def __init__(self, folder: Path, key: str | None = None) -> None:
-        self.catalog = Catalog([folder])
-        self.server = LiveServer(self.catalog, key)
-        self.server.watch = Watch(self.catalog, poll_s=0.02)
-        self.client: TestClient = TestClient(TestServer(self.server.application()))
-
-    @property
-    def run(self) -> str:
-        (run,) = self.catalog.runs()
-        return f"/api/runs/{run.key}"
-
-    async def get(self, path: str, status: int = 200, **query: Any) -> Any:
-        """Return the JSON of a path below `run`, or of one that starts with /api."""
-        path = path if path.startswith("/api") else self.run + path
-        async with self.client.get(path, params=query) as response:
-            assert response.status == status, await response.text()
-            return await response.json()
-
-
-@contextlib.asynccontextmanager
-async def live(folder: Path, key: str | None = None) -> AsyncIterator[Live]:
-    found = Live(folder, key)
-    async with found.client:
-        yield found
 
 
 def add_rows(run: Path, *rows: dict[str, float]) -> None:
@@ -108,6 +80,27 @@ async def test_run_has_metrics_and_failures_with_an_example(tmp_path: Path) -> N
     assert columns["columns"]["b/y"] == [None, None, 2.0]
     assert columns["columns"]["absent"] == [None] * 3
     assert (columns["samples"], columns["minutes"]) == ([0, 8, 8], [0, 1, 1])
+
+
+@pytest.mark.parametrize(("better", "worse", "sign"), [(9, 1, 1), (1, 9, -1), (3, 1, 0), (0, 0, 0)])
+async def test_run_says_whether_it_learns(
+    tmp_path: Path, better: int, worse: int, sign: int
+) -> None:
+    row = {"eval/reward_mean": 0.5, "eval/change_mean": 0.1, "eval/change_stderr": 0.05}
+    counts = {"eval/num_better": better, "eval/num_worse": worse, "eval/change_since_step": 0}
+    add_rows(records.make_run(tmp_path), {"step": 3, **row, **counts, "rollout/reward_mean": 0.4})
+    async with live(tmp_path) as page:
+        found = await page.get("")
+    assert found["learning"]["sign"] == sign
+    assert found["worst_group"]["group_id"] == "train-00003-000"
+    assert found["worst_group"]["reward_mean"] == pytest.approx(1 / 3)
+
+
+async def test_run_without_steps_does_not_say_that_it_learns(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        found = await page.get("")
+    assert found["learning"]["sign"] == 0 and found["worst_group"] is None
 
 
 async def test_group_has_attempts_with_rewards_and_advantages(tmp_path: Path) -> None:
@@ -164,6 +157,53 @@ async def test_running_rollouts_come_longest_first(tmp_path: Path) -> None:
     assert [rollout["index"] for rollout in running] == [6, 5]
 
 
+async def test_server_of_a_training_reports_slots_queue_and_rate(tmp_path: Path) -> None:
+    run = records.make_run(tmp_path)
+    with contextlib.closing(Store(run / "store.sqlite")) as store:
+        for index in (5, 6):
+            records.add(store, records.rollout(index, status="running"), [])
+    ids = [f"train-00003-000-0{index}-1" for index in (6, 5)]
+    open_now = tuple(RolloutActivity(name, 10**18, 2, 70) for name in (*ids, "not in the store"))
+    stats = {"serve/running": 3.0, "serve/queue_depth": 2.0, "serve/tokens_generated": 100.0}
+    async with live(tmp_path, activity=lambda: Activity(4, stats, open_now)) as page:
+        now = 0.0
+        page.server._throughput = Throughput(lambda: now)
+        first = await page.get("/live")
+        stats["serve/tokens_generated"], now = 140.0, 2.0
+        second = await page.get("/live")
+        open_now = ()
+        third = await page.get("/live")
+    assert first["server"]["tokens_per_s"] is None
+    assert second["server"] == {
+        **{"slots": 4, "slots_used": 3.0, "queue": 2.0, "open_requests": None},
+        **{"tokens_per_s": 20.0, "window_s": 2.0},
+    }
+    assert [rollout["rollout_id"] for rollout in second["running"]] == ids
+    assert (second["running"][0]["calls"], second["running"][0]["tokens"]) == (2, 70)
+    assert second["num_running"] == 3 and third["running"] == []  # the store is behind the server
+
+
+async def test_page_of_a_folder_knows_no_slots(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        assert (await page.get("/live"))["server"] is None
+
+
+def test_rate_is_of_the_last_seconds() -> None:
+    now, total, found = 0.0, 0.0, {}
+    throughput = Throughput(lambda: now)
+    for _ in range(30):  # 5 tokens a second, then 100
+        total += 5.0 if now < 15.0 else 100.0
+        now += 1.0
+        found = throughput.observe(Activity(1, {"serve/tokens_generated": total}, ()))
+    assert found["tokens_per_s"] == 100.0 and found["window_s"] == WINDOW_S
+    now += 1000.0
+    assert (
+        throughput.observe(Activity(1, {"serve/tokens_generated": total}, ()))["tokens_per_s"]
+        is None
+    )
+
+
 @pytest.mark.parametrize("query", [{"step": "x"}, {"order": "none"}, {"limit": "1e3"}])
 async def test_wrong_query_is_refused(tmp_path: Path, query: dict[str, str]) -> None:
     records.make_run(tmp_path)
@@ -188,24 +228,7 @@ async def test_downloads_are_a_page_and_json_lines(tmp_path: Path) -> None:
 
 
 async def test_store_of_10_000_rollouts_is_read_in_pages(tmp_path: Path) -> None:
-    run = records.make_run(tmp_path)
-    rows = [
-        (
-            *(f"train-{step:05d}-{task:03d}-{index:02d}-1", f"t{task}"),
-            *(f"train-{step:05d}-{task:03d}", "train", step, index, 1, "scored"),
-            *((step + task + index) % 7 / 7, "{}", "{}", "{}", 0),
-        )
-        for step in range(10, 110)
-        for task in range(10)
-        for index in range(10)
-    ]
-    columns = "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, metrics"
-    with contextlib.closing(sqlite3.connect(run / "store.sqlite")) as db, db:
-        db.executemany(
-            f"INSERT INTO rollouts ({columns}, components, task, superseded) "
-            f"VALUES ({', '.join('?' * 13)})",
-            rows,
-        )
+    records.add_rollouts(records.make_run(tmp_path), num_steps=100)
     async with live(tmp_path) as page:
         first = await page.get("/rollouts", phase="train", limit=100_000)
         last = await page.get("/rollouts", phase="train", limit=50, offset=10_000)
@@ -265,6 +288,31 @@ async def test_hostile_texts_have_no_control_signs_and_are_cut(tmp_path: Path) -
             assert response.content_type != "text/html"
 
 
+async def test_megabytes_in_names_tasks_and_failures_are_cut(tmp_path: Path) -> None:
+    run, long = records.make_run(tmp_path), "x" * 2**20
+    failed: dict[str, Any] = {"status": "agent_failure", "reason": long, "detail": long}
+    task = {"id": "task_9", "question": long, long: "name"}
+    with contextlib.closing(Store(run / "store.sqlite")) as store:
+        failed["metrics"] = {long: 1.0}
+        records.add(store, records.rollout(0, task_index=9, **failed), [], task)
+    rollout, group = "train-00003-009-00-1", "train-00003-009"
+    paths = ("", "/groups", "/rollouts", f"/rollouts/{rollout}", f"/groups/{group}")
+    async with live(tmp_path) as page:
+        for path in (*paths, f"/groups/{group}/texts", "/live"):
+            async with page.client.get(page.run + path) as response:
+                assert response.status == 200 and len(await response.text()) < 100_000, path
+
+
+def test_megabyte_in_one_token_is_cut() -> None:
+    tokens = (TokenView("x" * 2**20, -1.0), *[TokenView("y" * 1000, -1.0)] * 5000)
+    call = CallView(1, 5, "", "z" * 2**20, tokens, (("f", "w" * 2**20),), "stop", -1.0, (3,), 0.0)
+    span = SpanView("llm", "1 chat", 0, 0.0, 1.0, None, call, "", "", ())
+    found = answers.as_json(RolloutView(records.rollout(), 1.0, (span,)))
+    (shown,) = found["spans"]
+    assert len(shown["call"]["tokens"][0][0]) < 1000
+    assert shown["call"]["num_tokens"] == 5001 and len(json.dumps(found)) < 500_000
+
+
 async def test_vanished_run_is_a_404_and_leaves_the_list(tmp_path: Path) -> None:
     run = records.make_run(tmp_path / "a")
     records.make_run(tmp_path / "b")
@@ -315,6 +363,28 @@ async def test_ten_clients_get_changes_from_one_poll(tmp_path: Path) -> None:
         assert streams[0].headers["Content-Security-Policy"].startswith("default-src 'none'")
     assert len({found for found, _ in before}) == len({found for found, _ in after}) == 1
     assert sum(after[0][1].values()) == sum(before[0][1].values()) + 1
+
+
+async def test_ten_clients_share_one_answer(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        page.server.answers.max_age_s = 60.0
+        found = await asyncio.gather(*(page.get("") for _ in range(10)))
+        before = page.server.answers.num_computed
+        again = await page.get("")
+        other = await page.get("", x="1")
+    assert before == 1 and all(answer == again for answer in found) and other == again
+    assert page.server.answers.num_computed == 2
+
+
+async def test_failed_answer_is_not_kept(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    async with live(tmp_path) as page:
+        page.server.answers.max_age_s = 60.0
+        (tmp_path / "run" / "store.sqlite").rename(tmp_path / "away")
+        await page.get("/rollouts", 404)
+        (tmp_path / "away").rename(tmp_path / "run" / "store.sqlite")
+        assert (await page.get("/rollouts"))["total"] == 5
 
 
 async def test_client_that_reconnects_learns_of_missed_changes(tmp_path: Path) -> None:
@@ -383,7 +453,7 @@ async def test_every_answer_has_the_security_headers(tmp_path: Path) -> None:
 async def test_server_of_a_run_shows_the_page(tmp_path: Path, key: str | None, status: int) -> None:
     run = records.make_run(tmp_path)
     gateway = Gateway(RemoteEngine("policy", ServeConfig(api_key=key)), records=False)
-    gateway.show_page(page_of(run, key))
+    gateway.show_page(page_of(run, key, gateway.activity))
     async with gateway, ClientSession() as client:
         async with client.get(f"{gateway.local_url}/") as response:
             assert str(response.url) == f"{gateway.local_url}/studio/"
@@ -473,3 +543,34 @@ async def dump(url: str, profile: Path) -> str:
     )
     async with asyncio.timeout(60):
         return (await process.communicate())[0].decode()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+async def test_pages_that_were_left_hold_no_connection(tmp_path: Path) -> None:
+    records.make_run(tmp_path / "runs")
+    async with live(tmp_path / "runs") as served, open_browser(tmp_path / "profile") as page:
+        for _ in range(8):  # a browser allows six connections to a server
+            await page.open(
+                str(served.client.make_url("/")),
+                "document.querySelector('#connection').className === 'on'",
+                timeout_s=20.0,
+            )
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+async def test_browser_connects_again_and_shows_what_it_missed(tmp_path: Path) -> None:
+    run = records.make_run(tmp_path / "runs")
+    runner = await serve_live(LiveServer(Catalog([tmp_path / "runs"])), "127.0.0.1", 0, None)
+    port = runner.addresses[0][1]
+    state = "document.querySelector('#connection').className"
+    async with open_browser(tmp_path / "profile") as page:
+        await page.open(f"http://127.0.0.1:{port}/", f"{state} === 'on'")
+        await runner.cleanup()
+        await page.wait_for(f"{state} === 'off'")
+        add_rows(run, {"step": 6, "time/step_s": 1.0})
+        runner = await serve_live(LiveServer(Catalog([tmp_path / "runs"])), "127.0.0.1", port, None)
+        try:
+            await page.wait_for(f"{state} === 'on'")
+            await page.wait_for("document.querySelector('td.number').textContent.startsWith('7')")
+        finally:
+            await runner.cleanup()

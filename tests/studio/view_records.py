@@ -1,5 +1,7 @@
 """Helpers for the tests of views: a small run directory and its spans."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +178,24 @@ def make_run(directory: Path, **algorithm: Any) -> Path:
     add(store, rollout(0, task_index=1, **failed), conversation(), task)
     store.close()
     return run
+
+
+def add_rollouts(run: Path, num_steps: int) -> None:
+    """Add steps of 10 groups with 10 attempts each to a run, from step 10 on, without spans."""
+    rows = [
+        (
+            *(f"train-{step:05d}-{task:03d}-{index:02d}-1", f"t{task}"),
+            *(f"train-{step:05d}-{task:03d}", "train", step, index, 1, "scored"),
+            *((step + task + index) % 7 / 7, "{}", "{}", '{"question": "Which of them?"}', 0),
+        )
+        for step in range(10, 10 + num_steps)
+        for task in range(10)
+        for index in range(10)
+    ]
+    columns = "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, metrics"
+    with closing(sqlite3.connect(run / "store.sqlite")) as db, db:
+        db.executemany(
+            f"INSERT INTO rollouts ({columns}, components, task, superseded) "
+            f"VALUES ({', '.join('?' * 13)})",
+            rows,
+        )

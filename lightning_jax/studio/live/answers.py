@@ -1,17 +1,20 @@
 """Answers of the live page's API as values for JSON. All texts in them are safe to print."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lightning_jax.gateway.activity import RolloutActivity
 from lightning_jax.rollouts.failures import Failure
 from lightning_jax.studio.build import task_name
 from lightning_jax.studio.compare_runs import settings_table
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
+from lightning_jax.studio.live.overview import find_worst_group, learning, task_names
 from lightning_jax.studio.page import MAX_ATTRIBUTE_CHARS, MAX_CHARS, MAX_SPANS, MAX_TOKENS
 from lightning_jax.studio.records import CallView, RolloutView, SpanView
 from lightning_jax.studio.runs import RunSummary, rewards_of
+from lightning_jax.studio.search import search_transcripts
 from lightning_jax.studio.terminal import facts
 from lightning_jax.studio.text import cut, printable
 from lightning_jax.traces.listing import Filter, Order, StoreListing
@@ -22,7 +25,9 @@ Json = dict[str, Any]
 MAX_PAGE = 200  # rows of one answer
 MAX_ATTEMPTS = 64  # of a group that are read in full
 MAX_TOKEN_CHARS = 500
+MAX_RESPONSE_CHARS = 100_000
 MAX_SHARED_CHARS = 2000
+MAX_NAME_CHARS = 300  # of ids, reasons and names of numbers
 MAX_ANSWER_CHARS = 1500
 MAX_RUNNING = 20
 
@@ -68,12 +73,15 @@ def run_answer(run: WatchedRun) -> Json:
     """Return one run: its summary, settings, steps, and failures by reason."""
     summary = run.summary()
     with run.listing() as listing:
+        worst_group = find_worst_group(listing, summary)
         steps = {phase: listing.steps(phase) for phase in ("train", "eval")}
         failures = [
-            Failure(status, printable(reason), number, example, printable(cut(detail or "", 300)))
+            Failure(status, _name(reason), number, example, printable(cut(detail or "", 300)))
             for status, reason, number, example, detail in listing.failures()
         ]
     return run_line(run, summary) | {
+        "learning": learning(summary),
+        "worst_group": worst_group,
         "metrics": sorted({name for row in summary.rows for name in row} - {"step"}),
         "train_steps": steps["train"],
         "eval_steps": steps["eval"],
@@ -96,23 +104,73 @@ def metrics_answer(run: WatchedRun, names: Sequence[str]) -> Json:
     }
 
 
-def live_answer(run: WatchedRun) -> Json:
-    """Return what runs now: rollouts, longest first, and the throughput of the last step."""
+def live_answer(
+    run: WatchedRun,
+    server: Json | None = None,
+    rollouts: Sequence[RolloutActivity] | None = None,
+) -> Json:
+    """Return what runs now: rollouts, longest first, and the numbers of the last step.
+
+    `server` has the numbers of the run's own server, and `rollouts` those that are open there, if
+    this is that server. Otherwise running rollouts come from the store, which has the start of a
+    rollout only once a call or tool of it has ended.
+    """
     summary, now_ns = run.summary(), time.time_ns()
     with run.listing() as listing:
-        running = listing.running(MAX_RUNNING)
-    last = summary.rows[-1] if summary.rows else {}
+        if rollouts is not None:
+            shown = [_open(listing, rollout, now_ns) for rollout in rollouts[:MAX_RUNNING]]
+            running = [line for line in shown if line is not None]
+        else:
+            running = [
+                _rollout(rollout) | {"seconds": None if start is None else (now_ns - start) / 1e9}
+                for rollout, start in listing.running(MAX_RUNNING)
+            ]
+        number = len(running) if rollouts is None else len(rollouts)
+        if rollouts is None and number == MAX_RUNNING:
+            number = listing.number(Filter(status="running"))
     return {
         "status": summary.status,
-        "running": [
-            _rollout(rollout) | {"seconds": None if start is None else (now_ns - start) / 1e9}
-            for rollout, start in running
-        ],
-        "last": last,
+        "running": running,
+        "num_running": number,
+        "server": server,
+        "last": summary.rows[-1] if summary.rows else {},
+    }
+
+
+def _open(listing: StoreListing, activity: RolloutActivity, now_ns: int) -> Json | None:
+    """Return one open rollout, or None if the store does not have it."""
+    found = listing.rollout(activity.rollout_id)
+    return found and _rollout(found) | {
+        "seconds": max(now_ns - activity.start_ns, 0) / 1e9,
+        "calls": activity.num_calls,
+        "tokens": activity.num_tokens,
     }
 
 
 # Lists of a run
+
+
+def search_answer(run: WatchedRun, text: str, wanted: Filter, cursor: int | None) -> Json:
+    """Search transcripts for a few seconds. With the cursor, a later request continues."""
+    with run.listing() as listing:
+        found = search_transcripts(run.reader, listing, text, wanted, cursor=cursor)
+        with run.reader() as reader:
+            _, why_no_text = reader.tokenizer
+        rollouts = [listing.rollout(match.rollout_id) for match in found.matches]
+        lines = rollout_lines(listing, [rollout for rollout in rollouts if rollout])
+        by_id = {line["rollout_id"]: line for line in lines}
+        return {
+            "matches": [
+                by_id[match.rollout_id] | asdict(match)
+                for match in found.matches
+                if match.rollout_id in by_id
+            ],
+            "searched": found.num_searched,
+            "cut": found.num_cut,
+            "cursor": found.cursor,
+            "total": listing.number(wanted),
+            "notes": [why_no_text] if why_no_text else [],
+        }
 
 
 def groups_answer(
@@ -124,7 +182,7 @@ def groups_answer(
         groups = []
         for row in rows:
             attempts = listing.rollouts(Filter(group_id=row.group_id), limit=MAX_ATTEMPTS)
-            names = _task_names(listing, attempts[:1])
+            names = task_names(listing, attempts[:1])
             groups.append(
                 asdict(row)
                 | {
@@ -148,7 +206,7 @@ def rollouts_answer(run: WatchedRun, wanted: Filter, *, limit: int, offset: int)
 
 def rollout_lines(listing: StoreListing, rollouts: Sequence[Rollout]) -> list[Json]:
     """Return the rollouts with their tasks' names and how long they took."""
-    names = _task_names(listing, rollouts)
+    names = task_names(listing, rollouts)
     seconds = listing.seconds([rollout.rollout_id for rollout in rollouts])
     return [
         _rollout(rollout)
@@ -168,7 +226,9 @@ def group_answer(run: WatchedRun, group_id: str) -> Json:
         fields = next(iter(tasks.values()), {})
         return {
             "group_id": printable(group_id),
-            "task": [[printable(name), printable(text)] for name, text in fields.items()],
+            "task": [
+                [_name(name), printable(cut(text, MAX_CHARS))] for name, text in fields.items()
+            ],
             "attempts": rollout_lines(listing, attempts),
         }
 
@@ -190,27 +250,19 @@ def group_texts_answer(run: WatchedRun, group_id: str) -> Json:
     return {"attempts": found}
 
 
-def _task_names(listing: StoreListing, rollouts: Sequence[Rollout]) -> dict[str, str]:
-    tasks = listing.tasks([rollout.rollout_id for rollout in rollouts])
-    return {
-        rollout.rollout_id: task_name(rollout.task_id, tasks.get(rollout.rollout_id, {}))
-        for rollout in rollouts
-    }
-
-
 def _short(rollout: Rollout) -> Json:
     return {
         "rollout_id": rollout.rollout_id,
         "status": rollout.status,
         "reward": rollout.reward,
-        "reason": rollout.reason and printable(rollout.reason),
+        "reason": rollout.reason and _name(rollout.reason),
         "superseded": rollout.superseded,
     }
 
 
 def _rollout(rollout: Rollout) -> Json:
     return _short(rollout) | {
-        "task_id": printable(rollout.task_id),
+        "task_id": _name(rollout.task_id),
         "group_id": rollout.group_id,
         "phase": rollout.phase,
         "step": rollout.step,
@@ -223,7 +275,12 @@ def _rollout(rollout: Rollout) -> Json:
 
 
 def _numbers(numbers: Mapping[str, float]) -> dict[str, float]:
-    return {printable(name): value for name, value in numbers.items()}
+    return {_name(name): value for name, value in numbers.items()}
+
+
+def _name(text: str) -> str:
+    """Return a name of an agent or of its data, which is normally short, safe to print."""
+    return printable(cut(text, MAX_NAME_CHARS))
 
 
 # One rollout
@@ -235,7 +292,9 @@ def rollout_answer(run: WatchedRun, rollout_id: str) -> Json:
         view = reader.rollout(rollout_id)
     with run.listing() as listing:
         neighbors = listing.neighbors(view.rollout)
-    return as_json(view) | {"neighbors": neighbors}
+        group = listing.rollouts(Filter(group_id=view.rollout.group_id), limit=MAX_ATTEMPTS)
+    attempts = [_short(attempt) for attempt in group]
+    return as_json(view) | {"neighbors": neighbors, "attempts": attempts}
 
 
 def as_json(view: RolloutView) -> Json:
@@ -243,8 +302,8 @@ def as_json(view: RolloutView) -> Json:
     fields = dict(view.task)
     return _rollout(view.rollout) | {
         "task_name": task_name(view.rollout.task_id, fields),
-        "task": [[name, cut(text, MAX_CHARS)] for name, text in view.task],
-        "reasons": [[name, cut(text, MAX_CHARS)] for name, text in view.reasons],
+        "task": [[_name(name), cut(text, MAX_CHARS)] for name, text in view.task],
+        "reasons": [[_name(name), cut(text, MAX_CHARS)] for name, text in view.reasons],
         "notes": list(view.notes),
         "duration_s": view.duration_s,
         "spans": [_span(span) for span in view.spans[:MAX_SPANS]],
@@ -267,6 +326,17 @@ def _span(span: SpanView) -> Json:
     }
 
 
+def _tokens(call: CallView) -> Iterator[list[Any]]:
+    """Yield [text, log-prob, version, forced] of the first tokens of a response."""
+    left = MAX_RESPONSE_CHARS
+    for token in call.tokens[:MAX_TOKENS]:
+        text = cut(token.text, MAX_TOKEN_CHARS)
+        left -= len(text)
+        if left < 0:
+            return
+        yield [text, token.logprob, token.version, token.forced]
+
+
 def _call(call: CallView) -> Json:
     return {
         "number": call.number,
@@ -276,10 +346,7 @@ def _call(call: CallView) -> Json:
         "shared_text": cut(call.shared_text, MAX_SHARED_CHARS),
         "new_text": cut(call.new_text, MAX_CHARS),
         "text": cut(call.text, MAX_CHARS),
-        "tokens": [
-            [cut(token.text, MAX_TOKEN_CHARS), token.logprob, token.version, token.forced]
-            for token in call.tokens[:MAX_TOKENS]
-        ],
+        "tokens": list(_tokens(call)),
         "num_tokens": len(call.tokens),
         "tool_calls": [[name, cut(arguments, MAX_CHARS)] for name, arguments in call.tool_calls],
         "reward": call.reward,

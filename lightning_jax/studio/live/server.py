@@ -9,20 +9,24 @@ import asyncio
 import contextlib
 import ipaddress
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from pydantic_core import to_json
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue, UserError
+from lightning_jax.gateway.activity import ReadActivity
 from lightning_jax.gateway.http import Handler, is_exposed, is_key, key_of, listen, local_url
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
+from lightning_jax.studio.live.comparing import compare_answer
 from lightning_jax.studio.live.downloads import jsonl_lines, rollout_page, run_page
+from lightning_jax.studio.live.shared import Encoded, SharedAnswers, encode
+from lightning_jax.studio.live.throughput import Throughput
 from lightning_jax.studio.live.watch import Watch
 from lightning_jax.studio.load import ViewError
 from lightning_jax.traces.listing import Filter, Order
@@ -46,11 +50,17 @@ MAX_CLIENTS = 64  # that listen for changes
 
 
 class LiveServer:
-    """Routes of the live page over a catalog of runs. With a key, the API asks for it."""
+    """Routes of the live page over a catalog of runs. With a key, the API asks for it.
 
-    def __init__(self, catalog: Catalog, key: str | None = None) -> None:
-        self._catalog, self._key = catalog, key
-        self.watch = Watch(catalog)
+    `activity` is that of the server of the run if the catalog is this one run.
+    """
+
+    def __init__(
+        self, catalog: Catalog, key: str | None = None, activity: ReadActivity | None = None
+    ) -> None:
+        self._catalog, self._key, self._activity = catalog, key, activity
+        self._throughput, self._searching = Throughput(), asyncio.Semaphore(1)
+        self.watch, self.answers = Watch(catalog), SharedAnswers()
 
     def application(self) -> web.Application:
         """Return an application for a server of its own, or to add below a path of another."""
@@ -59,11 +69,13 @@ class LiveServer:
         get("/", self._index)
         get("/api/events", self._events)
         get("/api/runs", partial(self._answer, lambda _: answers.runs_answer(self._catalog)))
+        get("/api/runs/{run}/live", self._live)
+        get("/api/runs/{run}/search", self._search)
+        get("/api/compare", partial(self._answer, self._compare))
         run = "/api/runs/{run}"
         for path, answer in (
             ("", lambda request, run: answers.run_answer(run)),
             ("/metrics", _metrics),
-            ("/live", lambda request, run: answers.live_answer(run)),
             ("/groups", _groups),
             ("/groups/{group}", _group(answers.group_answer)),
             ("/groups/{group}/texts", _group(answers.group_texts_answer)),
@@ -93,14 +105,9 @@ class LiveServer:
     async def _answer(
         self, answer: Callable[[web.Request], Any], request: web.Request
     ) -> web.StreamResponse:
-        """Answer with JSON, which a thread computes and writes. Numbers that are not finite are
-        null.
-        """
-        body = await asyncio.to_thread(lambda: to_json(answer(request), inf_nan_mode="null"))
-        response = web.Response(body=body, content_type="application/json")
-        response.headers["Cache-Control"] = "no-store"
-        response.enable_compression()
-        return response
+        """Answer with JSON that a thread computes, or that another request has just got."""
+        found = await self.answers.get(request.path_qs, lambda: answer(request))
+        return _json(found, request)
 
     def _of_run(
         self, answer: Callable[[web.Request, WatchedRun], Any]
@@ -109,6 +116,30 @@ class LiveServer:
 
     def _run(self, request: web.Request) -> WatchedRun:
         return self._catalog.run(request.match_info["run"])
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        """Answer with what runs now. The server's own counters are read in its thread."""
+        run, activity = self._run(request), self._activity and self._activity()
+        server = activity and self._throughput.observe(activity)
+        rollouts = activity.rollouts if activity and activity.num_slots else None
+        return await self._answer(lambda _: answers.live_answer(run, server, rollouts), request)
+
+    async def _search(self, request: web.Request) -> web.StreamResponse:
+        """Search transcripts, one search at a time, so that others do not wait for a thread."""
+        run, wanted, cursor = self._run(request), _filter(request), _number(request, "cursor", None)
+        if not wanted.text:
+            raise _wrong("text", "", "a text to search for")
+        text, wanted = wanted.text, replace(wanted, text="")
+        async with self._searching:
+            found = await asyncio.to_thread(
+                lambda: encode(answers.search_answer(run, text, wanted, cursor))
+            )
+        return _json(found, request)
+
+    def _compare(self, request: web.Request) -> Any:
+        """Compare groups of runs. A group's runs have dots between their keys."""
+        groups = [group.split(".") for group in request.query.getall("group", [])]
+        return compare_answer([[self._catalog.run(key) for key in keys] for keys in groups])
 
     async def _page(
         self, render: Callable[[web.Request, WatchedRun], str], request: web.Request
@@ -144,9 +175,9 @@ class LiveServer:
         return await handler(request)
 
 
-def page_of(directory: Path, key: str | None) -> web.Application:
-    """Return the live page of one run, for the run's own server."""
-    return LiveServer(Catalog([directory]), key).application()
+def page_of(directory: Path, key: str | None, activity: ReadActivity) -> web.Application:
+    """Return the live page of one run, for the run's own server, which reports its activity."""
+    return LiveServer(Catalog([directory]), key, activity).application()
 
 
 async def serve_live(server: LiveServer, host: str, port: int, key: str | None) -> web.AppRunner:
@@ -241,6 +272,15 @@ def _wrong(name: str, value: str, expected: str) -> InvalidValue:
     return InvalidValue(
         f"{name} is {value[:50]!r}; expected {expected}.", reason="invalid", key=name
     )
+
+
+def _json(found: Encoded, request: web.Request) -> web.Response:
+    takes_gzip = "gzip" in request.headers.get("Accept-Encoding", "")
+    headers = {"Cache-Control": "no-store"}
+    if found.zipped is None or not takes_gzip:
+        return web.Response(body=found.body, content_type="application/json", headers=headers)
+    headers |= {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+    return web.Response(body=found.zipped, content_type="application/json", headers=headers)
 
 
 def _attachment(name: str) -> dict[str, str]:

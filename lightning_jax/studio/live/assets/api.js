@@ -51,13 +51,24 @@ export async function download(path, name) {
 const RETRY_MS = 3000;
 const SILENT_MS = 40_000; // the server sends something every 15 s
 
+/** Wait until the tab is visible. */
+const visible = () => new Promise((resolve) => {
+  if (!document.hidden) resolve();
+  else document.addEventListener("visibilitychange", () => resolve(visible()), { once: true });
+});
+
 /**
  * Call `onNumbers` with the number of changes of each run, now and after each change, and `onState`
- * with whether the server answers. Connects again for ever.
+ * with whether the server answers. Connects again for ever. A hidden tab is not connected: a browser
+ * allows six connections to a server, and the seventh tab would wait for ever.
  */
 export async function follow(onNumbers, onState) {
   for (;;) {
+    await visible();
     const abort = new AbortController();
+    const leave = (event) => { if (document.hidden || event.type === "pagehide") abort.abort(); };
+    document.addEventListener("visibilitychange", leave);
+    addEventListener("pagehide", leave);
     let timer;
     const alive = () => {
       clearTimeout(timer);
@@ -84,8 +95,11 @@ export async function follow(onNumbers, onState) {
       if (error.status === 401) return;
     } finally {
       clearTimeout(timer);
+      document.removeEventListener("visibilitychange", leave);
+      removeEventListener("pagehide", leave);
     }
     onState(false);
+    if (document.hidden) continue;
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
 }

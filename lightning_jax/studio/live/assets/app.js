@@ -2,6 +2,7 @@
 
 import { follow, get, setKey, takeKey } from "./api.js";
 import { destroyCharts } from "./chart.js";
+import { drawBeside, drawComparison } from "./compare.js";
 import { element, fill, place } from "./dom.js";
 import { drawGroup } from "./group.js";
 import { drawRollout } from "./rollout.js";
@@ -12,11 +13,16 @@ const view = document.getElementById("view");
 const path = document.getElementById("path");
 const connection = document.getElementById("connection");
 const MIN_REDRAW_MS = 2000;
+const LAST_REDRAW_MS = 4000; // after the last change, as answers may be a few seconds old
+const VIEWS = { run: drawRun, rollout: drawRollout, group: drawGroup, compare: drawComparison,
+  beside: drawBeside };
 
-let shown = null; // {key of the run or null, redraw or null, onKey or null}
+let shown = null; // {key of the run or null; redraw, minMs between two, onKey, stop: or null}
 let version = 0; // of the address: what arrives for an earlier one is dropped
 let numbers = {};
+let isBack = false; // connected again, so that changes may have been missed
 let waiting = null;
+let last = null;
 let lastRedraw = 0;
 
 const parts = () => location.hash.replace(/^#\/?/, "").split("/").filter(Boolean)
@@ -24,15 +30,17 @@ const parts = () => location.hash.replace(/^#\/?/, "").split("/").filter(Boolean
 
 async function show() {
   const mine = ++version;
-  const [kind, key, inner, id] = parts();
-  const context = { get, key, id, isCurrent: () => mine === version, setPath };
+  const found = parts();
+  const [kind, key, inner, id] = found;
+  const context = { get, key, id, parts: found, isCurrent: () => mine === version, setPath };
   destroyCharts(view);
+  shown?.stop?.();
   shown = { key: kind === "run" ? key : null, redraw: null, onKey: null };
   try {
-    const draw = kind !== "run" ? drawRuns : inner === "rollout" ? drawRollout
-      : inner === "group" ? drawGroup : drawRun;
-    const found = await draw(view, context);
-    if (mine === version) shown = { ...shown, ...found };
+    const draw = VIEWS[kind === "run" && inner ? inner : kind] ?? drawRuns;
+    const drawn = await draw(view, context);
+    if (mine === version) shown = { ...shown, ...drawn };
+    else drawn.stop?.();
   } catch (error) {
     if (mine === version) showFailure(error);
   }
@@ -61,21 +69,30 @@ function onNumbers(found) {
   const changed = key === null ? JSON.stringify(found) !== JSON.stringify(numbers)
     : found[key] !== numbers[key];
   const isFirst = Object.keys(numbers).length === 0;
+  const mayHaveMissed = isBack;
+  isBack = false;
   numbers = found;
-  if (!changed || isFirst || waiting || !shown?.redraw) return;
-  const wait = Math.max(lastRedraw + MIN_REDRAW_MS - Date.now(), 0);
+  if ((!changed && !mayHaveMissed) || isFirst || waiting || !shown?.redraw) return;
+  clearTimeout(last);
+  const wait = Math.max(lastRedraw + (shown.minMs ?? MIN_REDRAW_MS) - Date.now(), 0);
   waiting = setTimeout(async () => {
     waiting = null;
-    lastRedraw = Date.now();
-    try {
-      await shown?.redraw?.();
-    } catch (error) {
-      if (error.status === 404) showFailure(error);
-    }
+    last = setTimeout(redraw, LAST_REDRAW_MS);
+    await redraw();
   }, wait);
 }
 
+async function redraw() {
+  lastRedraw = Date.now();
+  try {
+    await shown?.redraw?.();
+  } catch (error) {
+    if (error.status === 404) showFailure(error);
+  }
+}
+
 function onState(isConnected) {
+  if (isConnected && connection.className === "off") isBack = true;
   connection.className = isConnected ? "on" : "off";
   connection.textContent = isConnected ? "live" : "not connected";
 }

@@ -30,12 +30,15 @@ export function chart(title, axis, curves, { sync = null, height = 190 } = {}) {
   const line = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 },
     ticks: { stroke: color("--line"), width: 1 } };
   const format = (plot, value) => number(value ?? null, 4);
+  const first = xs[0] ?? 0;
+  const ticks = (plot, values) => values.map((value) => number(value, 6));
   const options = {
     width: 300,
     height,
-    scales: { x: { time: false }, y: { range } },
+    scales: { x: { time: false, ...(xs.length === 1 ? { range: [first - 1, first + 1] } : {}) },
+      y: { range } },
     axes: [{ ...line, label: axis, labelSize: 18, size: 34,
-      ...(axis === "steps" ? { incrs: WHOLE } : {}) }, { ...line, size: 56 }],
+      ...(axis === "steps" ? { incrs: WHOLE } : {}) }, { ...line, size: 56, values: ticks }],
     cursor: sync ? { sync: { key: sync } } : {},
     legend: { live: true, show: true },
     series: [{ label: axis, value: format }, ...curves.map((curve) => ({

@@ -36,15 +36,16 @@ export function table(columns, rows) {
 }
 
 /** Return a selection whose change calls `onChange` with the new value. */
-export function select(label, options, value, onChange) {
-  const list = element("select", { change: (event) => onChange(event.target.value) },
-    options.map(([key, text]) => element("option", { value: key }, text)));
+export function select(label, options, value, onChange, name = null) {
+  const list = element("select", { "aria-label": name,
+    change: (event) => onChange(event.target.value) },
+  options.map(([key, text]) => element("option", { value: key }, text)));
   list.value = value;
-  return element("label", {}, `${label} `, list);
+  return element("label", {}, label && `${label} `, list);
 }
 
 export const number = (value, digits = 3) => (value === null || value === undefined ? ""
-  : Number.isInteger(value) ? String(value) : value.toPrecision(digits));
+  : String(Number(value.toPrecision(Number.isInteger(value) ? 15 : digits))));
 
 export const seconds = (value) => (value === null || value === undefined ? ""
   : value >= 100 ? `${Math.round(value)} s` : `${value.toFixed(2)} s`);
@@ -55,3 +56,10 @@ export const status = (value) => element("span", { class: `status ${value}` }, w
 
 /** Return the link to a place in the page, such as ["run", key, "rollout", id]. */
 export const place = (...parts) => `#/${parts.map(encodeURIComponent).join("/")}`;
+
+/** Color an element by a reward: the greener, the nearer to 1; red below 0. Returns the element. */
+export function shade(reward, node) {
+  if (reward > 0) node.style.background = `rgb(33 160 96 / ${(0.1 + 0.4 * Math.min(reward, 1)).toFixed(2)})`;
+  if (reward < 0) node.style.background = `rgb(206 44 49 / ${(0.1 + 0.3 * Math.min(-reward, 1)).toFixed(2)})`;
+  return node;
+}

@@ -1,6 +1,6 @@
 // One group: all attempts at a task beside one another, with rewards, advantages and last responses.
 
-import { element, fill, number, place, seconds, status } from "./dom.js";
+import { element, fill, number, place, seconds, shade, status, words } from "./dom.js";
 
 export async function drawGroup(view, context) {
   const { key, id } = context;
@@ -34,6 +34,17 @@ export async function drawGroup(view, context) {
   return { redraw: () => isRunning && redraw() };
 }
 
+/** Return a link to an attempt that shows its reward. */
+export function chip(key, attempt, isHere = false) {
+  const text = attempt.reward === null ? "failed" : number(attempt.reward);
+  const shown = ["queued", "running"].includes(attempt.status) ? attempt.status : text;
+  return shade(attempt.reward, element("a", {
+    class: `chip ${attempt.status} ${isHere ? "here" : ""}`,
+    "aria-current": isHere ? "true" : null,
+    title: attempt.reason ?? words(attempt.status),
+    href: place("run", key, "rollout", attempt.rollout_id) }, shown));
+}
+
 /** Return the task's fields as a list of terms. */
 export function fields(task) {
   if (!task.length) return element("p", { class: "dim" }, "the task's fields were not recorded");
@@ -60,8 +71,9 @@ function card(key, attempt, texts) {
   return element("article", { class: `attempt ${attempt.status}` },
     element("h2", {}, element("a", { href: place("run", key, "rollout", attempt.rollout_id) },
       `attempt ${attempt.index}`), " ", status(attempt.status)),
-    element("p", {}, element("strong", {}, attempt.reward === null ? "no reward"
-      : `reward ${number(attempt.reward)}`), " ", seconds(attempt.seconds)),
+    element("p", {}, shade(attempt.reward, element("strong", { class: "chip" },
+      attempt.reward === null ? "no reward" : `reward ${number(attempt.reward)}`)), " ",
+    seconds(attempt.seconds)),
     numbers("components", attempt.components),
     numbers("the agent returned", attempt.metrics),
     attempt.reason && element("p", { class: "error" }, `${attempt.reason}: ${attempt.detail ?? ""}`),

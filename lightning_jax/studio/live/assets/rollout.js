@@ -2,14 +2,18 @@
 
 import { download } from "./api.js";
 import { element, fill, number, place, seconds, select, status } from "./dom.js";
-import { fields, numbers } from "./group.js";
+import { chip, fields, numbers } from "./group.js";
 
 let coloring = "logprob";
+const HINTS = { logprob: "the more orange, the less likely the token was",
+  advantage: "green: made more likely by the update; red: less likely",
+  version: "one color for each version of the weights", none: "" };
+const MAX_START = 1000; // characters of the last response above the spans
 const MOVES = { j: "next_attempt", k: "previous_attempt", n: "next_group", p: "previous_group",
   "]": "next_step", "[": "previous_step" };
 
 export async function drawRollout(view, context) {
-  const { key, id } = context;
+  const { key, id, parts: [, , , , wanted = ""] } = context; // a text to search for at first
   let found = null;
   const go = (name) => {
     const to = found?.neighbors[name];
@@ -32,11 +36,16 @@ export async function drawRollout(view, context) {
     draw();
     const colors = [["logprob", "log-probability"], ["advantage", "advantage"],
       ["version", "weights version"], ["none", "nothing"]];
-    fill(view, head(rollout), keys(rollout, go), why(rollout),
+    const hint = element("span", { class: "dim" }, HINTS[coloring]);
+    fill(view, head(rollout), siblings(key, rollout), keys(rollout, go), why(rollout),
       element("h2", {}, "Spans"),
       element("div", { class: "controls" },
-        select("color tokens by", colors, coloring, (value) => { coloring = value; draw(); }),
-        element("input", { type: "search", placeholder: "search in this rollout",
+        select("color tokens by", colors, coloring, (value) => {
+          coloring = value;
+          hint.textContent = HINTS[value];
+          draw();
+        }), hint,
+        element("input", { type: "search", value: wanted, placeholder: "search in this rollout",
           "aria-label": "search in this rollout",
           input: (event) => search(spans, event.target.value) })),
       spans,
@@ -47,6 +56,7 @@ export async function drawRollout(view, context) {
       element("button", { click: () => download(`runs/${key}/rollouts.jsonl?group=${
         encodeURIComponent(rollout.group_id)}`, `${rollout.group_id}.jsonl`) },
       "its group as JSONL")));
+    if (wanted) search(spans, wanted);
   };
   await redraw();
   const isRunning = () => ["queued", "running"].includes(found?.status);
@@ -62,6 +72,17 @@ function head(rollout) {
       element("span", { class: "dim" }, rollout.rollout_id))];
 }
 
+/** Return the rewards of the attempts at this task, which the advantage compares. */
+function siblings(key, rollout) {
+  const others = rollout.attempts.filter((attempt) => !attempt.superseded);
+  if (others.length < 2) return null;
+  const rewards = others.map((attempt) => attempt.reward).filter((reward) => reward !== null);
+  const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
+  return element("p", { class: "chips" }, element("span", { class: "dim" }, "attempts at this task"),
+    others.map((attempt) => chip(key, attempt, attempt.rollout_id === rollout.rollout_id)),
+    rewards.length > 0 && element("span", { class: "dim" }, `mean ${number(mean)}`));
+}
+
 function keys(rollout, go) {
   const button = (key) => element("button", { click: () => go(MOVES[key]),
     disabled: !rollout.neighbors[MOVES[key]], title: `key ${key}` },
@@ -70,15 +91,24 @@ function keys(rollout, go) {
 }
 
 /** Return the task, the parts of the reward, and the failure. */
-function why(rollout) {
-  return element("section", { class: "why" }, fields(rollout.task),
+export function why(rollout) {
+  const answer = rollout.spans.filter((span) => span.call).at(-1)?.call;
+  const text = answer && (answer.text || answer.tokens.map(([token]) => token).join(""));
+  const hasParts = Object.keys(rollout.components).length > 0;
+  return element("section", { class: "why" }, element("h2", {}, "Why this reward"),
+    fields([...rollout.task, ...(text ? [["last response", start(text)]] : [])]),
     numbers("components of the reward", rollout.components),
+    !hasParts && rollout.reward !== null && element("p", { class: "dim" },
+      "the agent returned the reward as one number, without components"),
     rollout.reasons.map(([name, text]) => element("p", {},
       element("span", { class: "dim" }, `${name} `), text)),
     numbers("the agent returned", rollout.metrics),
     rollout.reason && element("p", { class: "error" }, `${rollout.reason}: ${rollout.detail ?? ""}`),
     rollout.notes.map((note) => element("p", { class: "dim" }, `note: ${note}`)));
 }
+
+const start = (text) => (text.length > MAX_START
+  ? `${text.slice(0, MAX_START)}... (all of it is below)` : text);
 
 function drawSpan(span, rollout) {
   const bar = element("span", { class: "bar" });

@@ -2,9 +2,12 @@
 
 import { download } from "./api.js";
 import { chart, COLORS, destroyCharts, points } from "./chart.js";
+import { chip } from "./group.js";
+import { drawSearch } from "./search.js";
 import { element, fill, number, place, seconds, select, status, table, words } from "./dom.js";
 
-// Charts of a run: a title and the first of these metrics that it has.
+// Charts of a run: a title and the first of these metrics that it has. The first two are large.
+const NUM_LARGE = 2;
 const CHARTS = [
   ["reward of training rollouts", ["rollout/reward_mean"]],
   ["greedy reward on dev tasks", ["eval/reward_mean"]],
@@ -16,18 +19,30 @@ const CHARTS = [
 ];
 const MAX_PARTS = 8; // curves of the seconds of a step
 const PAGE = 25;
+const LIVE_MS = 2000; // between two looks at what runs now
 
 const kept = { axis: "steps", metric: "", phase: "train", step: "", order: "task", list: "groups",
-  text: "", status: "" };
+  text: "", scope: "tasks", status: "", isOpen: false };
 
 export async function drawRun(view, context) {
   const { key } = context;
   let offset = 0;
   let run = null;
-  const [head, live, curves, failures, lists] = ["head", "live", "curves", "failures", "lists"]
-    .map((name) => element("section", { class: name }));
+  const [head, live, curves, failures, lists, internals] = ["head", "live", "curves", "failures",
+    "lists", "internals"].map((name) => element("section", { class: name }));
 
-  const drawLists = async () => {
+  let search = 0; // number of the newest one; earlier ones end
+  const drawLists = async (isChange = true) => {
+    if (kept.scope === "transcripts" && kept.text) {
+      if (!isChange) return; // a search does not begin again because the run goes on
+      const mine = ++search;
+      const { phase, step, text } = kept;
+      const wanted = kept.list === "groups" ? "" : kept.status;
+      await drawSearch(lists.querySelector(".rows"), context,
+        { phase, step, status: wanted, text }, () => context.isCurrent() && mine === search);
+      return;
+    }
+    search += 1;
     const query = { phase: kept.phase, step: kept.step, limit: PAGE, offset, text: kept.text,
       status: kept.status };
     const isGroups = kept.list === "groups";
@@ -56,25 +71,33 @@ export async function drawRun(view, context) {
     const curve = (name, index = 0) => ({ label: name, color: COLORS[index % COLORS.length],
       points: points(answer, kept.axis, name) });
     const draw = (title, ...found) => chart(title, kept.axis, found, { sync: "run" });
+    const drawn = wanted.map(([title, name]) => [CHARTS.findIndex(([found]) => found === title),
+      draw(title, curve(name))]);
+    const large = drawn.filter(([index]) => index < NUM_LARGE).map(([, box]) => box);
+    const small = drawn.filter(([index]) => index >= NUM_LARGE).map(([, box]) => box);
     destroyCharts(curves);
     fill(curves,
       select("axis", options, kept.axis, (value) => { kept.axis = value; drawCurves(); }), " ",
       select("more", [["", "choose a metric"], ...run.metrics.map((name) => [name, name])],
         kept.metric, (value) => { kept.metric = value; drawCurves(); }),
-      element("div", { class: "charts" },
-        kept.metric && draw(kept.metric, curve(kept.metric)),
-        wanted.map(([title, name]) => draw(title, curve(name))),
-        parts.length > 0 && draw("seconds of a step", ...parts.map(curve))));
+      element("div", { class: "charts" }, large,
+        kept.metric && draw(kept.metric, curve(kept.metric))));
+    destroyCharts(internals);
+    fill(internals, element("h2", {}, "Inside the training"), element("div", { class: "charts" },
+      small, parts.length > 0 && draw("seconds of a step", ...parts.map(curve))));
+  };
+
+  const drawLive = async () => {
+    const now = await context.get(`runs/${key}/live`);
+    if (context.isCurrent()) fill(live, running(key, now));
   };
 
   const drawHead = async () => {
-    const [found, now] = await Promise.all([context.get(`runs/${key}`),
-      context.get(`runs/${key}/live`)]);
+    const [found] = await Promise.all([context.get(`runs/${key}`), drawLive()]);
     if (!context.isCurrent()) return;
     run = found;
     context.setPath([[run.name, "run", key]]);
     fill(head, summary(run));
-    fill(live, running(key, now));
     fill(failures, failureTable(key, run.failures));
   };
 
@@ -86,10 +109,17 @@ export async function drawRun(view, context) {
     return drawLists();
   };
   destroyCharts(view);
-  fill(view, head, live, curves, failures, lists, settings(run), downloads(key));
+  fill(view, head, live, curves, failures, lists, internals, settings(run), downloads(key));
   await Promise.all([drawCurves(), drawListHead()]);
-  const redraw = () => Promise.all([drawHead().then(drawCurves), drawLists()]);
-  return { redraw };
+  const redraw = () => Promise.all([drawHead().then(drawCurves), drawLists(false)]);
+  let isAsking = false;
+  const timer = setInterval(async () => {
+    if (isAsking || document.hidden || run.status !== "running") return;
+    isAsking = true;
+    await drawLive().catch(() => {}); // the next look, or an event, shows what is wrong
+    isAsking = false;
+  }, LIVE_MS);
+  return { redraw, stop: () => clearInterval(timer) };
 }
 
 function summary(run) {
@@ -100,27 +130,64 @@ function summary(run) {
   return [
     element("h1", {}, run.name, " ", status(run.status)),
     run.why && element("p", { class: "error" }, run.why),
+    element("p", { class: `verdict ${run.learning.sign > 0 ? "plus" : run.learning.sign < 0
+      ? "minus" : ""}` }, run.learning.text),
     element("div", { class: "facts" },
       fact(run.total_steps === null ? run.steps : `${run.steps} of ${run.total_steps}`, "steps"),
       fact(number(run.first) || "-", `first ${what}`), fact(number(run.best) || "-", "best"),
       fact(number(run.last) || "-", "last"), fact(run.minutes.toFixed(1), "minutes")),
     element("p", { class: "dim" }, counts.join(", ") || "no rollouts yet"),
+    run.worst_group && element("p", {}, `worst group of step ${run.worst_group.step}: `,
+      element("a", { href: place("run", run.key, "group", run.worst_group.group_id) },
+        run.worst_group.task_name), `, mean reward ${number(run.worst_group.reward_mean) || "none"}`),
   ];
 }
 
+/** Return what runs now: the server's slots, queue and rate, and rollouts with the longest first. */
 function running(key, now) {
-  if (now.status !== "running") return null;
+  if (now.status !== "running") {
+    return element("p", { class: "dim" }, "Nothing runs now: the run has ended.");
+  }
   const names = Object.keys(now.last).filter((name) => name.startsWith("serve/"));
+  const [longest] = now.running;
+  const hasCalls = longest?.calls !== undefined; // reported by the run's own server
+  const columns = hasCalls ? [["rollout"], ["task"], ["calls in flight", true], ["tokens", true],
+    ["open for", true]] : [["rollout"], ["task"], ["since its first call", true]];
   return [
-    element("h2", {}, `Running now: ${now.running.length} rollouts`),
-    now.running.length > 0 && table([["rollout"], ["task"], ["since its first call", true]],
-      now.running.map((rollout) => [rolloutLink(key, rollout), rollout.task_id,
-        rollout.seconds === null ? "none yet" : seconds(rollout.seconds)])),
+    element("h2", {}, "Running now"),
+    now.server ? serverFacts(now) : element("p", { class: "dim" }, "Slots, queue and tokens/s are "
+      + "not available here: they are known only to the training itself. Start it with ",
+    element("code", {}, "lightning-jax train --studio"), " and open the page at its server."),
+    longest && element("details", { open: kept.isOpen, toggle: (event) => {
+      kept.isOpen = event.target.open;
+    } },
+    element("summary", {}, now.num_running === 1 ? "1 rollout" : `${now.num_running} rollouts`,
+      longest.seconds !== null && [", the longest for ", seconds(longest.seconds), ": ",
+        rolloutLink(key, longest)]),
+    table(columns, now.running.map((rollout) => [rolloutLink(key, rollout), rollout.task_id,
+      ...(hasCalls ? [rollout.calls, rollout.tokens] : []),
+      rollout.seconds === null ? "no call has ended" : seconds(rollout.seconds)]))),
+    !longest && element("p", { class: "dim" }, "no rollout is running"),
     names.length > 0 && element("details", {},
       element("summary", {}, `server in step ${now.last.step}`),
       table([["metric"], ["value", true]],
         names.map((name) => [name, number(now.last[name], 4)]))),
   ];
+}
+
+function serverFacts(now) {
+  const { slots, slots_used: used, queue, open_requests: open, tokens_per_s: rate,
+    window_s: window } = now.server;
+  const fact = (value, name) => element("div", { class: "fact" },
+    element("strong", {}, value), element("span", {}, name));
+  return element("div", { class: "facts" },
+    slots !== null && used !== null && [fact(`${used} of ${slots}`, "slots used"),
+      fact(Math.max(slots - used, 0), "slots free")],
+    queue !== null && fact(queue, "calls in the queue"),
+    open !== null && fact(open, "calls open"),
+    fact(rate === null ? "..." : number(rate), rate === null ? "tokens/s, being measured"
+      : `tokens/s in the last ${Math.round(window)} s`),
+    fact(now.num_running, "rollouts running"));
 }
 
 function failureTable(key, failures) {
@@ -137,8 +204,9 @@ function controls(run, change) {
   const newest = [...steps].reverse().map((step) => [String(step), String(step)]);
   if (!steps.map(String).includes(kept.step)) kept.step = "";
   const search = element("input", { type: "search", value: kept.text,
-    placeholder: "search tasks, failures, judges", "aria-label": "search",
+    placeholder: "text, in any case", "aria-label": "search",
     change: (event) => change("text")(event.target.value) });
+  const scopes = [["tasks", "tasks, failures, judges"], ["transcripts", "transcripts"]];
   const statuses = Object.keys(run.rollouts).map((name) => [name, words(name)]);
   return [element("h2", {}, "Rollouts"), element("div", { class: "controls" },
     select("show", [["groups", "groups"], ["rollouts", "rollouts"]], kept.list, change("list")),
@@ -148,7 +216,7 @@ function controls(run, change) {
       ? select("order", [["task", "newest"], ["worst", "worst reward"], ["spread", "rewards differ most"]],
         kept.order, change("order"))
       : select("status", [...all, ...statuses], kept.status, change("status")),
-    search)];
+    search, select("in", scopes, kept.scope, change("scope")))];
 }
 
 function groups(key, found) {
@@ -159,14 +227,6 @@ function groups(key, found) {
       group.step, number(group.reward_mean),
       element("span", { class: "chips" }, group.attempts.map((attempt) => chip(key, attempt))),
     ]));
-}
-
-function chip(key, attempt) {
-  const text = attempt.reward === null ? "failed" : number(attempt.reward);
-  const shown = ["queued", "running"].includes(attempt.status) ? attempt.status : text;
-  return element("a", { class: `chip ${attempt.status} ${attempt.reward > 0 ? "plus" : ""}`,
-    title: attempt.reason ?? words(attempt.status),
-    href: place("run", key, "rollout", attempt.rollout_id) }, shown);
 }
 
 function rollouts(key, found) {

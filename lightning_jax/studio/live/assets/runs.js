@@ -1,6 +1,7 @@
 // All runs: a line each, their curves on one axis, and the settings in which they differ.
 
 import { chart, COLORS, destroyCharts, points } from "./chart.js";
+import { comparison } from "./compare.js";
 import { element, fill, number, place, select, status, table } from "./dom.js";
 
 const MAX_CURVES = 8;
@@ -16,14 +17,14 @@ export async function drawRuns(view, context) {
     const answer = await context.get("runs");
     const drawn = answer.runs.filter((run, index) => (chosen ? chosen.has(run.key)
       : index < MAX_CURVES)).slice(0, MAX_CURVES);
-    const found = await Promise.all(drawn.map((run) => context.get(`runs/${run.key}/metrics`,
-      { names: `${TRAINING},${EVALUATION}` }).catch(() => null)));
+    const curves = await curvesOf(context,
+      drawn.map((run, index) => ({ run, color: COLORS[index] })));
     if (!context.isCurrent()) return;
-    const curves = drawn.map((run, index) => ({ run, answer: found[index], color: COLORS[index] }))
-      .filter((curve) => curve.answer);
     destroyCharts(view);
     fill(view, element("h1", {}, answer.runs.length === 1 ? "1 run" : `${answer.runs.length} runs`),
-      lines(answer.runs, curves, redraw), charts(curves, redraw), settings(answer, curves));
+      lines(answer.runs, curves, redraw), compareLink(curves),
+      element("section", {}, rewardCharts(curves, axis, (value) => { axis = value; redraw(); })),
+      settings(answer, curves));
   };
   await redraw();
   return { redraw };
@@ -59,15 +60,33 @@ function swatch(color) {
   return mark;
 }
 
-function charts(curves, redraw) {
+/** Return the link to the comparison of the chosen runs. The oldest is compared with. */
+function compareLink(curves) {
+  if (curves.length < 2) return null;
+  const oldestFirst = curves.map((curve) => curve.run)
+    .sort((a, b) => (a.started_s ?? 0) - (b.started_s ?? 0));
+  return element("p", {}, element("a", { class: "button",
+    href: comparison(oldestFirst.map((run) => [run.key])) }, `compare these ${curves.length} runs`),
+  element("span", { class: "dim" }, " task by task, with both transcripts"));
+}
+
+/** Return curves `{run, color, answer}` of runs `{run, color}` whose metrics can be read. */
+export async function curvesOf(context, runs) {
+  const found = await Promise.all(runs.map(({ run }) => context.get(`runs/${run.key}/metrics`,
+    { names: `${TRAINING},${EVALUATION}` }).catch(() => null)));
+  return runs.map((run, index) => ({ ...run, answer: found[index] }))
+    .filter((curve) => curve.answer);
+}
+
+/** Return the charts of the rewards on one axis, which `onAxis` changes. */
+export function rewardCharts(curves, axis, onAxis) {
   const of = (metric) => curves.map((curve) => ({ label: curve.run.name, color: curve.color,
     points: points(curve.answer, axis, metric) })).filter((curve) => curve.points.length);
   const options = ["steps", "samples", "minutes"].map((name) => [name, name]);
-  return element("section", {},
-    select("axis", options, axis, (value) => { axis = value; redraw(); }),
+  return [select("axis", options, axis, onAxis),
     element("div", { class: "charts" },
       chart("reward of training rollouts", axis, of(TRAINING), { sync: "runs" }),
-      chart("greedy reward on dev tasks", axis, of(EVALUATION), { sync: "runs" })));
+      chart("greedy reward on dev tasks", axis, of(EVALUATION), { sync: "runs" }))];
 }
 
 function settings(answer, curves) {

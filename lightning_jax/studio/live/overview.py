@@ -1,0 +1,73 @@
+"""Answers to the first questions about a run: whether it learns, and where it fails most."""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from lightning_jax.rollouts.compare_tasks import sign_test
+from lightning_jax.studio.build import task_name
+from lightning_jax.studio.evaluation import SIGNIFICANT
+from lightning_jax.studio.runs import RunSummary
+from lightning_jax.traces.listing import Filter, StoreListing
+from lightning_jax.types import Rollout
+
+Json = dict[str, Any]
+
+
+def learning(summary: RunSummary) -> Json:
+    """Return whether the rewards rise, as a sentence and as 1, -1 or 0 for not clear."""
+    rows = [row for row in summary.evaluations if "eval/change_mean" in row]
+    if rows:
+        row = rows[-1]
+        better, worse = int(row["eval/num_better"]), int(row["eval/num_worse"])
+        p = sign_test(better, worse)
+        sign = 0 if p >= SIGNIFICANT else 1 if better > worse else -1
+        state = ("no clear change", "learning", "getting worse")[sign]
+        return {
+            "sign": sign,
+            "text": f"{state}: reward {row['eval/change_mean']:+.3f} ± "
+            f"{row['eval/change_stderr']:.3f} on the dev tasks since step "
+            f"{row['eval/change_since_step']:.0f}, {better} better, {worse} worse "
+            f"(sign test, p = {p:.2g})",
+        }
+    rewards = [row["rollout/reward_mean"] for row in summary.rows if "rollout/reward_mean" in row]
+    if len(rewards) < 2:
+        return {"sign": 0, "text": "not known yet whether it learns: too few steps have ended"}
+    size = max(len(rewards) // 4, 1)
+    first, last = fmean(rewards[:size]), fmean(rewards[-size:])
+    return {
+        "sign": 0,
+        "text": f"no second evaluation yet; training rollouts earned {first:.3f} in the first "
+        f"{_steps(size)} and {last:.3f} in the last {_steps(size)}",
+    }
+
+
+def _steps(number: int) -> str:
+    return "step" if number == 1 else f"{number} steps"
+
+
+def find_worst_group(listing: StoreListing, summary: RunSummary) -> Json | None:
+    """Return the group with the lowest mean reward of the last step that has ended, if any."""
+    steps = [int(row["step"]) for row in summary.rows if "rollout/reward_mean" in row]
+    if not steps:
+        return None
+    groups = listing.groups(Filter(phase="train", step=max(steps)), "worst", limit=1)
+    for group in groups:
+        attempts = listing.rollouts(Filter(group_id=group.group_id), limit=1)
+        names = task_names(listing, attempts)
+        return {
+            "group_id": group.group_id,
+            "step": group.step,
+            "reward_mean": group.reward_mean,
+            "task_name": names.get(attempts[0].rollout_id, "") if attempts else "",
+        }
+    return None
+
+
+def task_names(listing: StoreListing, rollouts: Sequence[Rollout]) -> dict[str, str]:
+    """Return the readable name of each rollout's task by rollout id."""
+    tasks = listing.tasks([rollout.rollout_id for rollout in rollouts])
+    return {
+        rollout.rollout_id: task_name(rollout.task_id, tasks.get(rollout.rollout_id, {}))
+        for rollout in rollouts
+    }
