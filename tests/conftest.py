@@ -28,6 +28,12 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+from beartype import BeartypeConf
+from beartype.claw import beartype_package
+
+# Check the types of packages without arrays. jaxtyping's hook, which pyproject.toml names for the
+# others, also compares axes, and makes each call of a function several times as long.
+beartype_package("lightning_jax", conf=BeartypeConf(claw_is_pep526=False))
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("busy", deadline=None)  # no deadline on a busy machine
