@@ -6,11 +6,15 @@ import os
 import signal
 import sys
 import time
+from importlib.metadata import version
 
-# Tests compile far more than they compute: without LLVM's optimizations they take a third less.
+# Tests compile far more than they compute. Without optimizations, with one LLVM module a program
+# and with the older emitters of fusions, which later releases lack, they take half the time.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
     )
@@ -24,6 +28,12 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+from beartype import BeartypeConf
+from beartype.claw import beartype_package
+
+# Check the types of packages without arrays. jaxtyping's hook, which pyproject.toml names for the
+# others, also compares axes, and makes each call of a function several times as long.
+beartype_package("lightning_jax", conf=BeartypeConf(claw_is_pep526=False))
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("busy", deadline=None)  # no deadline on a busy machine

@@ -17,6 +17,7 @@ import jax
 import openai
 import pytest
 from agent_folder import write_folder
+from one_device import one_device
 
 from lightning_jax.cli.main import main
 from lightning_jax.models.formats.load import save_hf
@@ -46,10 +47,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _serving(model_dir: Path, *flags: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """Yield a process of `lightning-jax serve`, and the line it prints when ready."""
     arguments = ["serve", "--model", str(model_dir), "--max-len", "512", "--slots", "2", *flags]
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     process = subprocess.Popen(
         [sys.executable, "-m", "lightning_jax", *arguments],
-        env=environment,
+        env=one_device(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -145,7 +145,7 @@ async def test_the_next_turn_of_a_request_that_saw_new_weights_computes_all(
         assert loop.stats()["serve/prefix_cache_pages_used"] > 0
         generation = loop.submit(ids, greedy(30))
         # They pin pages of the old weights. Some run before the swap, others after it.
-        waiting = [loop.submit([*ids[:30], 256], greedy(2)) for _ in range(8)]
+        waiting = [loop.submit([*ids[:30], 256], greedy(8)) for _ in range(8)]
         async for _ in generation:
             break
         loop.load_weights(other_params, 1)

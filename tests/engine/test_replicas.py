@@ -18,7 +18,7 @@ from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.sharding import make_mesh
 from lightning_jax.testing.tiny import tiny_model
 
-SERVE = ServeConfig(slots=4, max_len=256, prefill_buckets=(32, 128))
+SERVE = ServeConfig(slots=4, max_len=128, prefill_buckets=(128,))
 MODEL = tiny_model(0, num_layers=1)
 
 

@@ -88,35 +88,55 @@ def true_values() -> dict[State, float]:
 
 
 @functools.cache
-def record(end: State, rollout: str):
+def record(end: State, rollout: str, group: str = "g"):
     calls = [
         transition(list(end[:k]), [end[k]], reward=CALL_REWARDS[end[: k + 1]])
         for k in range(1, len(end))
     ]
-    return trajectory(*calls, reward=REWARDS[end], rollout=rollout)
+    return trajectory(*calls, reward=REWARDS[end], group=group, rollout=rollout)
 
 
 def expected_gradient(values: dict[State, float] | None, **settings) -> np.ndarray:
-    """Return the mean over groups of a step's gradient, at ratio 1."""
+    """Return the mean over groups of a step's gradient, at ratio 1.
+
+    A step has one group. Where groups of a step do not affect each other, one step has them all,
+    which takes a tenth of the time.
+    """
     knobs = {"normalize": "none", "aggregation": "constant", "token_divisor": 1.0} | settings
     algorithm = AlgorithmConfig(**knobs)
-    chosen, odds = policy(LOGITS), {end: probability(end, LOGITS) for end in ROLLOUTS}
-    grad = np.zeros_like(LOGITS)
-    for group in itertools.combinations_with_replacement(ROLLOUTS, GROUP_SIZE):
-        step = [record(end, str(i)) for i, end in enumerate(group)]
-        known = None
-        if values is not None:
-            known = [
-                tuple((values[call.prompt_token_ids],) for call in rollout.transitions)
-                for rollout in step
-            ]
-        sequences, _ = prepare_step(step, algorithm, policy_version=0, values=known)
-        likely = len(set(group)) * np.prod([odds[end] for end in group])
-        for sequence in sequences:
-            state = STATES.index(sequence.prompt_token_ids)
-            (answer,) = sequence.response_token_ids
-            pull = likely * sequence.weight * np.asarray(sequence.advantage).item()
-            grad[state] += pull * (np.eye(len(ANSWERS))[answer] - chosen[state])
+    groups = list(itertools.combinations_with_replacement(ROLLOUTS, GROUP_SIZE))
+    is_apart = algorithm.aggregation == "constant" and "batch" not in (
+        f"{algorithm.baseline} {algorithm.normalize}"
+    )
+    steps = [groups] if is_apart else [[group] for group in groups]
+    return np.sum([step_gradient(step, algorithm, values) for step in steps], axis=0)
+
+
+def step_gradient(
+    groups: list[tuple[State, ...]], algorithm: AlgorithmConfig, values: dict[State, float] | None
+) -> np.ndarray:
+    """Return the sum over a step's groups of their gradients, each times its probability."""
+    chosen, grad = policy(LOGITS), np.zeros_like(LOGITS)
+    step, odds = [], []
+    for number, group in enumerate(groups):
+        likely = len(set(group)) * np.prod([probability(end, LOGITS) for end in group])
+        for i, end in enumerate(group):
+            step.append(record(end, f"{number}-{i}", str(number)))
+            odds += [likely] * len(step[-1].transitions)
+    known = None
+    if values is not None:
+        known = [
+            tuple((values[call.prompt_token_ids],) for call in rollout.transitions)
+            for rollout in step
+        ]
+    sequences, _ = prepare_step(step, algorithm, policy_version=0, values=known)
+    for sequence, likely in zip(sequences, odds, strict=True):
+        state = STATES.index(sequence.prompt_token_ids)
+        (answer,) = sequence.response_token_ids
+        # A step weighs a token by the number of its rollouts.
+        weight = sequence.weight * len(groups)
+        pull = likely * weight * np.asarray(sequence.advantage).item()
+        grad[state] += pull * (np.eye(len(ANSWERS))[answer] - chosen[state])
     return grad
 
 

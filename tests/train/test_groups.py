@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import toy_agent
 from coded import raises_coded
+from one_device import one_device
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import MeshConfig, ModelConfig
@@ -245,8 +245,7 @@ def _run_in_a_process(run_dir: Path) -> "subprocess.Popen[bytes]":
         "agent=t._uneven))"
     )
     arguments = [sys.executable, "-c", code, str(Path(__file__).parents[1]), str(run_dir)]
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    return subprocess.Popen(arguments, env=environment, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(arguments, env=one_device(), stderr=subprocess.DEVNULL)
 
 
 def _in_the_middle_of_a_group(run: Path) -> bool:

@@ -16,12 +16,11 @@ class Node:
         self.itself = self
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def nothing_frozen() -> Iterator[None]:
-    """Unfreeze the objects that conftest.py froze."""
+    """Unfreeze the objects that conftest.py froze; each test here collects garbage itself."""
     gc.unfreeze()
     yield
-    gc.collect()
     gc.freeze()
 
 

@@ -3,9 +3,9 @@
 import asyncio
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
+import toy_agent
 from coded import raises_coded
 from test_trainer import TASKS, _config
 
@@ -17,16 +17,13 @@ from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config
 from lightning_jax.train.teacher import check_vocabulary
 from lightning_jax.train.trainer import train
+from lightning_jax.types import LLM, Task
 
 MODEL = tiny_model(num_layers=1)
 
 
-async def unrewarded(task, llm) -> float:
-    from openai import AsyncOpenAI
-
-    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
-        messages: list[Any] = [{"role": "user", "content": task["question"]}]
-        await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=4)
+async def unrewarded(task: Task, llm: LLM) -> float:
+    await toy_agent.run(task, llm)
     return 0.0
 
 

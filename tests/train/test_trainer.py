@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-import os
 import signal
 import sqlite3
 import subprocess
@@ -22,6 +21,7 @@ import toy_agent
 from coded import raises_coded
 from list_sink import ListSink
 from log_events import events, records
+from one_device import one_device
 
 import lightning_jax as lj
 from lightning_jax.cli.verify import verify
@@ -339,14 +339,12 @@ def _run_in_a_process(run_dir: Path, model_dir: Path) -> "subprocess.Popen[bytes
         "asyncio.run(t.train(config, t.TASKS, t.TASKS))"
     )
     arguments = [sys.executable, "-c", code, str(TOY.parent), str(model_dir), str(run_dir)]
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    return subprocess.Popen(arguments, env=environment, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(arguments, env=one_device(), stderr=subprocess.DEVNULL)
 
 
 def test_killed_at_any_moment_it_resumes_on_the_same_curve(model_dir: Path, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    process = _run_in_a_process(whole, model_dir)
-    assert process.wait(600) == 0
+    asyncio.run(train(_short(model_dir, whole), TASKS, TASKS))
     for moment in (_during_rollouts, _during_a_save):
         process = _run_in_a_process(broken, model_dir)
         deadline = time.monotonic() + 300

@@ -129,7 +129,7 @@ steps = st.lists(
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(steps=steps)
 def test_every_conversation_renders_as_before(name: str, steps: list[tuple[str, int, int]]) -> None:
     tokenizer, memory, old = TOKENIZERS[name], ConversationMemory(), OldMemory()
