@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 import sqlite3
 import subprocess
