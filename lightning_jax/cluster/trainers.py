@@ -182,8 +182,8 @@ class Trainers:
             status, lines = await result(asked)
         except self._ray.exceptions.RayError as lost:
             return End(index, None, last_line(lost))
-        said = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        return End(index, status, _reason(status) if status < 0 else said)
+        last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+        return End(index, status, _reason(status) if status < 0 else last)
 
     @contextmanager
     def _signals_go_to_the_leader(self) -> Iterator[None]:

@@ -46,9 +46,9 @@ async def test_busy_machine_is_no_stall() -> None:
             hashlib.sha256(b"x" * 10**6)
 
     burners = [threading.Thread(target=burn) for _ in range(16)]
+    for burner in burners:
+        burner.start()  # waits for the thread, and so is a stall
     async with loop_stalls() as stalls:
-        for burner in burners:
-            burner.start()
         await asyncio.sleep(1.0)
         stop.set()
         await asyncio.gather(*(asyncio.to_thread(burner.join) for burner in burners))
