@@ -38,7 +38,6 @@ from lightning_jax.train.trainer import train
 from lightning_jax.types import LLM, Task
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
-pytestmark = pytest.mark.slow  # 138 s on a busy machine, of which the cluster takes 37
 
 TASKS: list[Task] = [{"id": f"t{i}", "question": "abcd"[i]} for i in range(4)]
 SAMPLER = {"sampler": 1.0}  # a resource of the second and the third node, see conftest.py
@@ -153,6 +152,7 @@ async def test_a_run_learns_over_three_nodes_and_survives_a_killed_sampler(
     await until(lambda: not sampler_pids())
 
 
+@pytest.mark.slow
 async def test_a_cluster_that_is_too_small_is_refused(cluster: Any, tmp_path: Path) -> None:
     asked = ClusterConfig(cluster.address, 3, sampler_resources=SAMPLER, timeout_s=5.0)
     with raises_coded(ConfigError, "too_small", "cluster.samplers"):
@@ -160,6 +160,7 @@ async def test_a_cluster_that_is_too_small_is_refused(cluster: Any, tmp_path: Pa
     await until(lambda: not sampler_pids())
 
 
+@pytest.mark.slow
 async def test_agents_run_in_placed_workers_and_a_killed_one_costs_an_attempt(
     cluster: Any, tmp_path: Path
 ) -> None:
@@ -201,6 +202,7 @@ async def test_agents_run_in_placed_workers_and_a_killed_one_costs_an_attempt(
     await until(lambda: not pids_of(b"Worker") and not sampler_pids())
 
 
+@pytest.mark.slow
 async def test_agent_that_workers_cannot_load_ends_the_run(cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "own_agent.py").write_text("import no_such_package\n\nasync def run(t, llm): ...\n")
     asked = ClusterConfig(cluster.address, workers=1, worker_resources={"CPU": 0.5})
@@ -210,6 +212,7 @@ async def test_agent_that_workers_cannot_load_ends_the_run(cluster: Any, tmp_pat
     await until(lambda: not pids_of(b"Worker"))
 
 
+@pytest.mark.slow
 async def test_two_runs_of_one_name_do_not_share_samplers(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +227,7 @@ async def test_two_runs_of_one_name_do_not_share_samplers(
         ray.kill(other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adapters", "policies"])
 async def test_adapters_and_several_policies_reach_the_samplers(
     cluster: Any, tmp_path: Path, kind: str
