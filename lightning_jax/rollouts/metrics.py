@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 from jaxtyping import Float
 
+from lightning_jax.rollouts.audit import audit_metrics
 from lightning_jax.rollouts.compare_tasks import compare_tasks, standard_error
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import DROPPED_METRICS, is_bounded
@@ -109,6 +110,7 @@ def to_trajectories(
     counts |= {f"rollout/num_rollouts/{name}": float(n) for name, n in used.items()}
     counts |= rollout_metrics(judged, trajectories, policy_version)
     counts |= agent_metrics(trajectories) | policy_metrics(trajectories)
+    counts |= audit_metrics(judged, trajectories)
     num_frozen = sum(
         not call.trains for trajectory in trajectories for call in trajectory.transitions
     )

@@ -88,13 +88,10 @@ def component_metrics(rollouts: Sequence[Rollout], prefix: str) -> Metrics:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return Spearman's rank correlation, or None if either has only equal values.
-
-    Equal values have the mean of their ranks.
-    """
+    """Return Spearman's rank correlation, or None if either has only equal values."""
     if len(set(first)) < 2 or len(set(second)) < 2:
         return None
-    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
+    return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
 
 
 def flipped(first: Sequence[float], second: Sequence[float]) -> list[bool]:
@@ -107,7 +104,8 @@ def flipped(first: Sequence[float], second: Sequence[float]) -> list[bool]:
     return [a * b < 0 for a, b in zip(*signs, strict=True)]
 
 
-def _ranks(values: Sequence[float]) -> np.ndarray:
+def ranks(values: Sequence[float]) -> np.ndarray:
+    """Return ranks from 1. Equal values have the mean of their ranks."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return (ends - (counts - 1) / 2)[places]

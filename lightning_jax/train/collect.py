@@ -18,6 +18,7 @@ from lightning_jax.rollouts.runner import (
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.config import Config
 from lightning_jax.train.external_groups import ExternalGroups
+from lightning_jax.train.gaming import GamingWatch
 from lightning_jax.train.groups import Groups
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.progress import Progress
@@ -52,6 +53,7 @@ class Collector:
             config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout
         )
         self._unused = UnusedWatch(self._reader, runner.store)
+        self._gaming = GamingWatch(config.rewards)
 
     async def sample(self, step: int) -> tuple[list[Trajectory], Metrics]:
         """Return (trajectories of the step's rollouts, metrics of all of them).
@@ -75,6 +77,7 @@ class Collector:
                 store, rollouts, policy_version=step, reader=self._reader
             )
             await run_in_thread(self._unused.observe, metrics, rollouts, step)
+            self._gaming.observe(metrics, rollouts, step)
             metrics |= {"time/trainer_wait_s": waited_s} | self.groups.take_metrics()
             if self._runner.scorer is not None:
                 metrics |= self._runner.scorer.take_metrics()

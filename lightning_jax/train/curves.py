@@ -54,6 +54,11 @@ INTERNALS = (
     Panel("entropy (nats/token)", ("train/entropy",)),
     Panel("sampler-trainer KL (nats)", ("train/mismatch_kl",), is_log=True),
     Panel("gradient norm", ("train/grad_norm", "warmup/grad_norm"), is_log=True),
+    Panel(
+        "repeated and copied text (share)",
+        ("audit/repetition_4", "audit/near_copies", "audit/distinct_3"),
+        text="last responses: repeated 4-grams, near-copies in a group, different 3-grams",
+    ),
     Panel("response length (tokens)", ("rollout/response_tokens_mean",)),
     Panel("calls per rollout", ("rollout/calls_mean",), text="calls to the policy: mean"),
     Panel(
@@ -116,13 +121,21 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _component_panels(names: set[str]) -> list[Panel]:
-    """Return a panel for each component of `rewards`."""
+    """Return a panel for each component of `rewards`, after one with all of them.
+
+    There a held-out component that falls while the reward rises catches the eye.
+    """
     found = sorted(
         name.removeprefix("reward/").removesuffix("_mean")
         for name in names
         if name.startswith("reward/") and name.endswith("_mean")
     )
-    return [Panel(f"reward {n}", (f"reward/{n}_mean", f"eval/reward_{n}_mean")) for n in found]
+    panels = [Panel(f"reward {n}", (f"reward/{n}_mean", f"eval/reward_{n}_mean")) for n in found]
+    if len(found) < 2:
+        return panels
+    names_of_all = ("rollout/reward_mean", *(f"reward/{name}_mean" for name in found))
+    text = "training rollouts: the reward that is trained, and each component"
+    return [Panel("reward and components", names_of_all, text=text), *panels]
 
 
 def _agent_panels(names: set[str]) -> list[Panel]:

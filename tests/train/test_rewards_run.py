@@ -83,8 +83,11 @@ def test_components_reach_credit_metrics_and_the_views(tmp_path: Path) -> None:
     assert all(describe(name) for row in rows for name in row if name != "step")
     titles = [panel.title for panel in panels_of(rows)[0]]
     assert [title for title in titles if title.startswith("reward ")] == [
-        f"reward {name}" for name in ("agent", "judged", "length", "longest")
+        f"reward {name}" for name in ("and components", "agent", "judged", "length", "longest")
     ]
+    for row in rows[:2]:
+        assert 0 <= row["audit/near_copies"] <= 1 and 0 < row["audit/distinct_3"] <= 1
+        assert row["audit/correlation/length~longest"] > 0
     with open_view(tmp_path / "run") as reader:
         (view,) = [reader.rollout("train-00000-000-00-1")]
         page = render_page(None, [view])
