@@ -58,8 +58,8 @@ def correlations(groups: Sequence[Sequence[Mapping[str, float]]]) -> dict[tuple[
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for attempts in groups:
         for pair in combinations(sorted(set[str]().union(*attempts)), 2):
-            both = [(a[pair[0]], a[pair[1]]) for a in attempts if pair[0] in a and pair[1] in a]
-            if both and (value := rank_correlation(*zip(*both, strict=True))) is not None:
+            pairs = [(a[pair[0]], a[pair[1]]) for a in attempts if pair[0] in a and pair[1] in a]
+            if pairs and (value := rank_correlation(*zip(*pairs, strict=True))) is not None:
                 found[pair].append(value)
     return {pair: fmean(values) for pair, values in found.items()}
 
@@ -93,7 +93,7 @@ def audit_metrics(rollouts: Sequence[Rollout], trajectories: Sequence[Trajectory
     return metrics
 
 
-def most_apart(rollouts: Sequence[Rollout], held_out: str, number: int = 3) -> list[Rollout]:
+def most_overrated(rollouts: Sequence[Rollout], held_out: str, number: int = 3) -> list[Rollout]:
     """Return the rollouts whose reward ranks highest above their rank by a held-out component."""
     scored = [r for r in rollouts if r.reward is not None and held_out in r.components]
     if not scored:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lightning_jax.rollouts.audit import most_apart
+from lightning_jax.rollouts.audit import most_overrated
 from lightning_jax.rollouts.config import RewardConfig
 from lightning_jax.types import Metrics, Rollout
 
@@ -36,7 +36,7 @@ class GamingWatch:
             if name in self._known or rise <= NUM_ERRORS or fall >= -NUM_ERRORS:
                 continue
             self._known.add(name)
-            named = [rollout.rollout_id for rollout in most_apart(rollouts, name)]
+            named = [rollout.rollout_id for rollout in most_overrated(rollouts, name)]
             log.warning(
                 "step %d: the reward has risen and the held-out reward %s has fallen since the "
                 "first %d steps, so the reward may be gamed; look at %s (docs/howto/"

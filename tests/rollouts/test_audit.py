@@ -74,8 +74,8 @@ def test_metrics_are_of_runs_whose_reward_has_components() -> None:
     assert audit.audit_metrics(plain, trajectories[:2]) == {}
 
 
-def test_most_apart_rank_high_by_the_reward_only() -> None:
+def test_most_overrated_rank_high_by_the_reward_only() -> None:
     values = [(0.1, 5.0), (0.9, 1.0), (0.5, 0.5), (0.2, 4.0)]
     rollouts = [_rollout(i, "g", proxy=p, held=h) for i, (p, h) in enumerate(values)]
-    assert [r.rollout_id for r in audit.most_apart(rollouts, "held")] == ["r1", "r2"]
-    assert audit.most_apart(rollouts, "other") == []
+    assert [r.rollout_id for r in audit.most_overrated(rollouts, "held")] == ["r1", "r2"]
+    assert audit.most_overrated(rollouts, "other") == []
