@@ -19,6 +19,7 @@ from lightning_jax.schema import (
     Positive,
     Section,
     Share,
+    is_plain_url,
     require,
 )
 
@@ -210,6 +211,11 @@ class DistillConfig(Section):
     # Directory, file or hub id of a model with the policy's vocabulary, or initial: the model that
     # the run starts from. None: no teacher or, with a hint, the policy at the step's weights.
     teacher: PathOrName | None = None
+    # OpenAI-compatible server that scores tokens instead (completions with echo and logprobs), such
+    # as http://localhost:8000/v1. Its model has the policy's vocabulary.
+    teacher_url: str | None = None
+    served_model: str | None = None  # with a URL: model to request
+    api_key_env: str | None = None  # with a URL: environment variable with the key
     # FILE:FUNCTION, task -> text that only the teacher reads; see docs/howto/learn_from_hints.md.
     hint: FunctionRef | None = None
     coef: NonNegative = 1.0  # weight of the teacher's advantages in the first policy step
@@ -220,9 +226,26 @@ class DistillConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        anneals = self.final_coef is not None
+        anneals, has_url = self.final_coef is not None, self.teacher_url is not None
         require(
             self,
+            teacher_url=(
+                not has_url or is_plain_url(self.teacher_url or ""),
+                "an http(s) URL without a user, query or fragment",
+            ),
+            teacher=(
+                not has_url or self.teacher is None,
+                "none with distill.teacher_url",
+                "conflict",
+            ),
+            served_model=(
+                has_url == (self.served_model is not None),
+                "the model to request with distill.teacher_url, else none",
+            ),
+            api_key_env=(
+                self.api_key_env is None or has_url,
+                "none, because only a URL needs a key",
+            ),
             anneal_steps=(
                 anneals == (self.anneal_steps > 0),
                 "at least 1 with distill.final_coef" if anneals else "0 without distill.final_coef",
@@ -233,7 +256,7 @@ class DistillConfig(Section):
     @property
     def has_teacher(self) -> bool:
         """True if a teacher scores the sampled tokens: another model, or the policy with a hint."""
-        return self.teacher is not None or self.hint is not None
+        return any(name is not None for name in (self.teacher, self.teacher_url, self.hint))
 
     def coef_at(self, policy_step: int) -> float:
         """Return the weight of the teacher's advantages in a policy step, 0 without a teacher."""

@@ -377,7 +377,7 @@ class Config(Section):
         if self.distill.teacher == INITIAL_TEACHER:
             _check_initial(["distill.teacher"], self.policies, self.model)
         if self.distill.has_teacher and self.algorithm.loss in ("dpo", "raft"):
-            name = "hint" if self.distill.teacher is None else "teacher"
+            name = next(n for n in ("teacher", "teacher_url", "hint") if getattr(self.distill, n))
             raise InvalidValue(
                 f"distill.{name} is {getattr(self.distill, name)!r} and algorithm.loss is "
                 f"{self.algorithm.loss}, which has advantages of its own; set it to clip.",
@@ -408,7 +408,10 @@ class Config(Section):
 
     @property
     def teacher_model(self) -> str | None:
-        """Model that scores the sampled tokens. None: no teacher, or the policy itself."""
+        """Model to load, which scores the sampled tokens.
+
+        None: no teacher, one behind a URL, or the policy itself.
+        """
         is_initial = self.distill.teacher == INITIAL_TEACHER
         return self.model.name if is_initial else self.distill.teacher
 

@@ -241,6 +241,13 @@ def _check_serving(config: Config) -> None:
             reason="conflict",
             key="cluster.trainers",
         )
+    if config.distill.teacher_url is not None and jax.process_count() > 1:
+        raise ConfigError(
+            f"distill.teacher_url is set and the run has {jax.process_count()} processes, each of "
+            "which would ask the server; set distributed.mode=none, or distill.teacher to a model.",
+            reason="conflict",
+            key="distill.teacher_url",
+        )
     if config.agent.external and (config.cluster.samplers or jax.process_count() > 1):
         raise ConfigError(
             "agent.external is true, and rollouts from outside need the engines in one process; "

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.models.formats.names import ModelError
@@ -11,6 +12,15 @@ from lightning_jax.rl.distill import Scorer, Scores, make_scorer
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.updater import Updater
 from lightning_jax.train.config import Config
+
+
+@runtime_checkable
+class ScoresTokens(Protocol):
+    """Teacher, wherever it is."""
+
+    def score(self, sequences: Sequence[TrainingSequence]) -> Scores:
+        """Return the scores of each sequence."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -25,11 +35,16 @@ class Teacher:
         return self.scorer(self.params, [replace(item, adapter=None) for item in sequences])
 
 
-def load_teacher(config: Config, model: LoadedModel) -> Teacher | None:
-    """Load the teacher that `distill.teacher` names, or return None if it names none.
+def load_teacher(config: Config, model: LoadedModel) -> ScoresTokens | None:
+    """Load the teacher that `distill` names or connect to it. Return None if it names none.
 
-    It may have another shape than `model`. Raises ModelError if it has another vocabulary.
+    It may have another shape than `model`. Raises ModelError if it has another vocabulary, and
+    TeacherError if a server cannot score tokens.
     """
+    if config.distill.teacher_url is not None:
+        from lightning_jax.train.remote_teacher import connect  # imports openai
+
+        return connect(config.distill, model.tokenizer)
     name = config.teacher_model
     if name is None:
         return None
