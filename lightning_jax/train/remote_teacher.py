@@ -94,9 +94,9 @@ class RemoteTeacher:
 
     def _check_vocabulary(self, ids: Sequence[int], text: str) -> None:
         """Raise ModelError unless the echoed text is that of the ids, up to white space."""
-        ours = {self.tokenizer.decode(ids, skip_special=skip) for skip in (False, True)}
+        expected = {self.tokenizer.decode(ids, skip_special=skip) for skip in (False, True)}
         echoed = "".join(text.split())
-        if not any(echoed.startswith("".join(own.split())) for own in ours):
+        if not any(echoed.startswith("".join(text.split())) for text in expected):
             raise ModelError(
                 f"the teacher {self.served_model!r} at {self.client.base_url} reads other text "
                 "from the policy's token ids, so it has another vocabulary; serve a model with the "
