@@ -57,7 +57,7 @@ INTERNALS = (
     Panel(
         "repeated and copied text (share)",
         ("audit/repetition_4", "audit/near_copies", "audit/distinct_3"),
-        text="last responses: repeated 4-grams, near-copies in a group, different 3-grams",
+        text="repeated 4-grams, near-copies in a group, different 3-grams",
     ),
     Panel("response length (tokens)", ("rollout/response_tokens_mean",)),
     Panel("calls per rollout", ("rollout/calls_mean",), text="calls to the policy: mean"),

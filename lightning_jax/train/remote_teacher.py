@@ -29,7 +29,7 @@ NO_KEY = "none"
 
 
 class TeacherError(UserError, RuntimeError):
-    """Server of a teacher that does not answer, or not with scores."""
+    """Failure of the teacher's server: no answer, or one without scores."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class RemoteTeacher:
     def check(self) -> None:
         """Score a short text. Raises TeacherError or ModelError if that fails."""
         self._logprobs(self.tokenizer.encode(PROBE))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.client.close()
 
     def _score(self, sequence: TrainingSequence) -> tuple[float, ...] | None:
         if sequence.temperature != 1.0:
@@ -125,7 +129,11 @@ def connect(config: DistillConfig, tokenizer: Tokenizer) -> RemoteTeacher:
         base_url=config.teacher_url, api_key=key, max_retries=MAX_RETRIES, timeout=TIMEOUT_S
     )
     teacher = RemoteTeacher(client, config.served_model, tokenizer)
-    teacher.check()
+    try:
+        teacher.check()
+    except BaseException:
+        teacher.close()
+        raise
     return teacher
 
 

@@ -205,6 +205,8 @@ class Replica:
 
     def close(self) -> None:
         self.checkpointer.close()
+        if self.teacher is not None:
+            self.teacher.close()
 
     @property
     def _learning(self) -> tuple[PolicyScope, ...]:

@@ -22,6 +22,10 @@ class ScoresTokens(Protocol):
         """Return the scores of each sequence."""
         ...
 
+    def close(self) -> None:
+        """Release what the teacher holds outside of this process."""
+        ...
+
 
 @dataclass(frozen=True)
 class Teacher:
@@ -33,6 +37,9 @@ class Teacher:
     def score(self, sequences: Sequence[TrainingSequence]) -> Scores:
         """Return the scores of each sequence. The teacher has no adapters for several policies."""
         return self.scorer(self.params, [replace(item, adapter=None) for item in sequences])
+
+    def close(self) -> None:
+        """Do nothing: it holds nothing outside of this process."""
 
 
 def load_teacher(config: Config, model: LoadedModel) -> ScoresTokens | None:

@@ -40,7 +40,7 @@ from lightning_jax.types import LLM, Task
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
 TASKS: list[Task] = [{"id": f"t{i}", "question": "abcd"[i]} for i in range(4)]
-SAMPLER = {"sampler": 1.0}  # a resource of the second and the third node, see conftest.py
+SAMPLER = {"sampler": 1.0}  # a resource of the second and the third node, see simulated_nodes.py
 AGENT = f'''
 """Agent that waits for a file before its call, and says in which process it runs."""
 

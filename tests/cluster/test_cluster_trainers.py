@@ -148,7 +148,6 @@ def test_killed_head_resumes_with_the_same_command(cluster: Any, tmp_path: Path)
     assert len({r.rollout_id for r in scored}) == len(scored) == STEPS * 32
 
 
-@pytest.mark.filterwarnings("ignore:os.fork")  # by Ray, to start a node
 def test_lost_node_costs_attempts_and_not_the_run(cluster: Any, tmp_path: Path) -> None:
     """A node with a sampler, and perhaps the trainer's process 1, is lost. Another one joins."""
     resources = {"sampler": 0.5}
@@ -156,8 +155,6 @@ def test_lost_node_costs_attempts_and_not_the_run(cluster: Any, tmp_path: Path) 
     config = write_config(cluster, tmp_path, **asked, samplers=2, sampler_resources=resources)
     with training(config) as (process, output):
         wait_for(lambda: num_steps(tmp_path) >= 2, process, output)
-        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-        small = {"num_cpus": 1, "object_store_memory": 100_000_000}
-        cluster.add_node(**small, resources={"sampler": 1.0})
+        cluster.replace_node()
         assert process.wait(LIMIT_S) == 0, output.read_text()
     check_run(tmp_path)

@@ -1,14 +1,13 @@
 """Tests of the trainer's processes in a cluster: which end explains the others, and restarts."""
 
 import signal
-from pathlib import Path
 
 import pytest
 from coded import raises_coded
 
 from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import ClusterError
-from lightning_jax.cluster.trainers import End, Trainers, Words, cause, newest_checkpoint
+from lightning_jax.cluster.trainers import End, Trainers, Words, cause
 
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 
@@ -28,13 +27,6 @@ def test_a_loss_explains_the_errors_and_aborts_of_others(
     statuses: dict[int, int | None], index: int
 ) -> None:
     assert cause([End(i, status) for i, status in statuses.items()]).index == index
-
-
-def test_newest_checkpoint_counts_whole_ones_only(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path / "none") == -1
-    for name in ("4", "12", "20.draft"):
-        (tmp_path / name).mkdir()
-    assert newest_checkpoint(tmp_path) == 12
 
 
 class Lives(Trainers):

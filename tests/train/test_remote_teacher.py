@@ -1,6 +1,7 @@
 """Tests of a teacher behind a URL, served by this package's own gateway."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 from collections.abc import AsyncIterator
@@ -52,7 +53,8 @@ async def test_scores_are_those_of_the_model_in_this_process(url: str) -> None:
     teacher = await asyncio.to_thread(
         connect, _config(url, api_key_env="GATEWAY_KEY"), MODEL.tokenizer
     )
-    found = await asyncio.to_thread(teacher.score, SEQUENCES)
+    with contextlib.closing(teacher):
+        found = await asyncio.to_thread(teacher.score, SEQUENCES)
     mesh = make_mesh(MeshConfig(fsdp=1))
     batch = BatchConfig(rows=1, row_len=64, max_targets=32, head_chunk=32)
     expected = make_scorer(MODEL.config, batch, mesh=mesh, dtype="float32")(MODEL.params, SEQUENCES)
@@ -66,7 +68,8 @@ async def test_calls_at_another_temperature_are_not_scored(url: str) -> None:
         connect, _config(url, api_key_env="GATEWAY_KEY"), MODEL.tokenizer
     )
     cold = dataclasses.replace(SEQUENCES[0], temperature=0.5)
-    found = await asyncio.to_thread(teacher.score, [cold, SEQUENCES[0]])
+    with contextlib.closing(teacher):
+        found = await asyncio.to_thread(teacher.score, [cold, SEQUENCES[0]])
     assert found[0] is None and found[1] is not None
 
 
