@@ -20,6 +20,7 @@ from annotated_types import Ge, Le
 
 from lightning_jax.errors import UserError
 from lightning_jax.schema import describe, is_allowed
+from lightning_jax.system.signals import handle_stop_signals
 
 Index = Annotated[int, Ge(0), Le(2**31 - 1)]
 Limit = Annotated[int, Ge(1), Le(2**31 - 1)]
@@ -131,15 +132,8 @@ def cancel_at_stop() -> Iterator[None]:
         received.append(number)
         loop.call_soon_threadsafe(task.cancel)
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    replaced = {n: handler for n, handler in handlers.items() if handler is not signal.SIG_IGN}
-    for number in replaced:
-        signal.signal(number, stop)
-    try:
+    with handle_stop_signals(stop):
         yield
-    finally:
-        for number, handler in replaced.items():
-            signal.signal(number, handler)
 
 
 def is_unwritable(error: OSError) -> bool:

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from lightning_jax.cluster.ray_session import ray_session
-from lightning_jax.cluster.trainers import Trainers, Words, newest_checkpoint
+from lightning_jax.cluster.trainers import Trainers, Words
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import CHECKPOINTS
+from lightning_jax.train.directory import newest_checkpoint
 
 CHILD = "lightning_jax.cli.trainer_child"
 
@@ -22,9 +22,13 @@ def train_in_cluster(config: Config, layers: Sequence[str], *, has_page: bool) -
     """
     directory = Path(config.run_dir).resolve()
     words = Words(partial(_words, config, tuple(layers), has_page), os.getcwd())
-    newest = partial(newest_checkpoint, directory / CHECKPOINTS)
+    newest = partial(newest_checkpoint, directory)
     with ray_session(config.cluster) as ray:
-        return asyncio.run(Trainers(ray, config.cluster, str(directory), words, newest).run())
+        trainers = Trainers(ray, config.cluster, str(directory), words, newest)
+        try:
+            return asyncio.run(trainers.run())
+        except asyncio.CancelledError:  # stopped before process 0 ran
+            raise KeyboardInterrupt from None
 
 
 def _words(

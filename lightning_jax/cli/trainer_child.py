@@ -1,6 +1,7 @@
-"""Script of one process of a trainer: `lightning-jax` that ends with the process that started it.
+"""Script that runs `lightning-jax` as one process of a trainer.
 
-Its standard input is a socket, which closes when the other process ends, however that happens.
+It ends with the process that started it: its standard input is a socket, which closes when that
+process ends, however that happens.
 """
 
 import os

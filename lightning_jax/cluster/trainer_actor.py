@@ -14,13 +14,13 @@ KEPT_LINES = 40  # of what the process printed last
 
 
 class TrainerActor(ClusterProcess):
-    """Process of the trainer behind Ray. It dies with this one."""
+    """Process of the trainer on a machine of the cluster. It ends with the actor."""
 
     def __init__(self) -> None:
         self._child: ChildProcess | None = None
 
     async def run(self, words: Sequence[str], directory: str) -> tuple[int, list[str]]:
-        """Run Python with these words in `directory`.
+        """Run Python with these arguments in `directory`.
 
         Return its exit status, or minus the signal that ended it, and its last lines.
         """

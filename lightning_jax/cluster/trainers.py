@@ -1,16 +1,13 @@
 """Processes of one trainer, which train together and are restarted together.
 
-JAX's processes are one program: when one dies, the others end as well. So a run whose trainer
-survives that has a supervisor, which trains nothing itself. It starts process 0 on its own machine
-and lets Ray place the others. When one of them dies, it ends the rest and starts all of them again,
-and they resume from the newest checkpoint.
+JAX runs the processes as one program: when one dies, the others end as well. A supervisor, which
+trains nothing itself, starts process 0 on its own machine and lets Ray place the others. When one
+dies, it ends the rest and starts all of them again. They resume from the newest checkpoint.
 """
 
 import asyncio
 import logging
-import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -22,6 +19,8 @@ from lightning_jax.cluster.placing import Kind, last_line, place, result, wait_t
 from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.cluster.trainer_actor import TrainerActor
 from lightning_jax.system.child_process import ChildProcess
+from lightning_jax.system.ports import free_port
+from lightning_jax.system.signals import handle_stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class Trainers:
         words: Words,
         newest_checkpoint: Callable[[], int],
     ) -> None:
-        """`run` names the run in the cluster."""
+        """`run` names the run in the cluster. `newest_checkpoint` is -1 if there is none."""
         self._ray, self._run, self._words = ray, run, words
         self._newest_checkpoint = newest_checkpoint
         number = config.trainers - 1
@@ -103,9 +102,9 @@ class Trainers:
                 checkpoint = newest
                 if deaths >= MAX_DEATHS:
                     raise ClusterError(
-                        f"trainer process {ended.index} died ({ended.why}), and so did one "
-                        f"{deaths} times in a row without a new checkpoint; look at its memory, "
-                        "or lower checkpoint.every.",
+                        f"the trainer died {deaths} times in a row without a new checkpoint, last "
+                        f"its process {ended.index} ({ended.why}); check its memory, or lower "
+                        "checkpoint.every.",
                         reason="trainer_lost",
                         key="cluster.trainers",
                     )
@@ -145,7 +144,7 @@ class Trainers:
         ray, directory = self._ray, self._words.directory
         address = ray.get_runtime_context().gcs_address
         host = ray.util.get_node_ip_address()
-        coordinator = f"{host}:{_free_port(host)}"
+        coordinator = f"{host}:{free_port(host)}"
         actors = list[Any]()
         tasks = list[asyncio.Task[End]]()
         try:
@@ -202,31 +201,9 @@ class Trainers:
             else:
                 loop.call_soon_threadsafe(task.cancel)
 
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        replaced = {n: handler for n, handler in handlers.items() if handler is not signal.SIG_IGN}
-        for number in replaced:
-            signal.signal(number, stop)
-        try:
+        with handle_stop_signals(stop):
             yield
-        finally:
-            for number, handler in replaced.items():
-                signal.signal(number, handler)
-
-
-def newest_checkpoint(folder: os.PathLike[str]) -> int:
-    """Return the step of the newest checkpoint in a folder, or -1 if there is none."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return -1
-    return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
 def _reason(status: int) -> str:
     return signal.Signals(-status).name if status < 0 else f"exit code {status}"
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return found.getsockname()[1]

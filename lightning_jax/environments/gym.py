@@ -9,7 +9,6 @@ The package (extra `gym`) is imported when it is first used, which takes seconds
 
 import contextlib
 import difflib
-import importlib
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_jax.errors import UserError
+from lightning_jax.loading import import_optional
 from lightning_jax.types import Task
 
 MAX_SIZE = 2**20  # tasks of a level; seeds of levels and splits are this far apart
@@ -89,7 +89,7 @@ def num_levels(family: str) -> int:
 
 
 def usable_levels(family: str) -> list[int]:
-    """Return those of the first levels at which the family generates a task."""
+    """Return which of the first levels yield a task."""
     found = []
     for level in FIRST_LEVELS[: num_levels(family)]:
         with contextlib.suppress(UserError):
@@ -202,14 +202,7 @@ def _unusable(family: str, level: int, error: Exception) -> UserError:
 
 def _package(module: str) -> ModuleType:
     """Import a module of reasoning-gym. Raises UserError if it is not installed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a requirement of it has old code
-            importlib.import_module("reasoning_gym")  # registers the families
-            return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{error.name} is not installed; run pip install reasoning-gym.",
-            reason="not_installed",
-            key="reasoning-gym",
-        ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a requirement of it has old code
+        import_optional("reasoning_gym", "reasoning-gym")  # registers the families
+        return import_optional(module, "reasoning-gym")

@@ -7,11 +7,9 @@ need a container are refused, because their harness would run beside the trainer
 The package (extra `verifiers`) is imported when it is first used, which takes seconds.
 """
 
-import importlib
 import itertools
 import json
 import os
-import random
 import uuid
 from collections.abc import Mapping
 from functools import lru_cache
@@ -19,11 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lightning_jax.environments.split import indices_of
 from lightning_jax.errors import UserError
+from lightning_jax.loading import import_optional
 from lightning_jax.types import LLM, Task
 
-DEV_SHARE = 0.2  # share of a task set
-UNREACHABLE = ("ProviderError", "InterceptionError", "TunnelError")  # not the policy's fault
+UNREACHABLE = ("ProviderError", "InterceptionError")  # errors that are not the policy's fault
 
 
 def load(
@@ -46,15 +45,13 @@ def load(
             reason="too_few",
             key=taskset,
         )
-    dev = set(random.Random(0).sample(range(len(found)), max(1, int(DEV_SHARE * len(found)))))
     tasks = [
         {
             "id": f"{taskset}-{index}",
-            "question": task.data.prompt_text,
+            "question": found[index].data.prompt_text,
             "taskset": {"name": taskset, "config": config or {}, "size": size, "index": index},
         }
-        for index, task in enumerate(found)
-        if (index in dev) == (split == "dev")
+        for index in indices_of(split, len(found))
     ]
     return tasks, {}
 
@@ -84,9 +81,7 @@ async def run(
         del os.environ[variable]
     if not trace.ok:
         error = trace.errors[-1]
-        kind = (
-            ConnectionError if error.type in ("ProviderError", "InterceptionError") else Exception
-        )
+        kind = ConnectionError if error.type in UNREACHABLE else Exception
         raise kind(f"{error.type}: {error.message}")
     rewards = {name: float(reward.value) for name, reward in trace.rewards.items() if reward}
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
@@ -118,11 +113,4 @@ def _tasks(taskset: str, config: str, size: int) -> list[Any]:
 
 def _package(module: str) -> ModuleType:
     """Import a module of the package. Raises UserError if it is not installed, or too old."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{error.name} is not installed; run pip install 'verifiers>=0.4'.",
-            reason="not_installed",
-            key="verifiers",
-        ) from error
+    return import_optional(module, "verifiers>=0.4")

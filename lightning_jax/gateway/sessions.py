@@ -264,7 +264,7 @@ class OpenRollouts:
         return rollout.end()
 
     def activity(self) -> tuple[RolloutActivity, ...]:
-        """Return what each rollout does, the one that has been open longest first."""
+        """Return the open rollouts, longest-running first."""
         found = [
             RolloutActivity(name, rollout.root.start_ns, len(rollout.in_flight), rollout.num_tokens)
             for name, rollout in self._by_id.items()

@@ -1,7 +1,7 @@
 """Signals that a policy may game its reward: repetition, copies, components that disagree.
 
-They describe a step. None of them promises an early warning. All functions are pure, and texts are
-token ids, so that no tokenizer takes part.
+They describe a step. None of them promises an early warning. All functions are pure. Texts are
+token ids, so no tokenizer is needed.
 """
 
 from collections import defaultdict
@@ -50,10 +50,10 @@ def near_copies(texts: Sequence[Text], n: int = 3) -> list[bool]:
 
 
 def correlations(groups: Sequence[Sequence[Mapping[str, float]]]) -> dict[tuple[str, str], float]:
-    """Return the mean rank correlation within groups of each two components.
+    """Return the rank correlation of each two components within a group, averaged over groups.
 
-    `groups` have the components of each attempt. Groups in which one of the two is equal
-    everywhere say nothing and are left out.
+    `groups` have the components of each attempt. Groups in which either of the two is constant are
+    left out.
     """
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for attempts in groups:
@@ -94,7 +94,7 @@ def audit_metrics(rollouts: Sequence[Rollout], trajectories: Sequence[Trajectory
 
 
 def most_overrated(rollouts: Sequence[Rollout], held_out: str, number: int = 3) -> list[Rollout]:
-    """Return the rollouts whose reward ranks highest above their rank by a held-out component."""
+    """Return rollouts that the reward ranks higher than a held-out component, largest gap first."""
     scored = [r for r in rollouts if r.reward is not None and held_out in r.components]
     if not scored:
         return []

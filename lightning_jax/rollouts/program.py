@@ -165,7 +165,7 @@ def _check_loads(
         ) from None
     if tried.status != 0:
         raise ConfigError(
-            f"{what}: {_last_words(tried.errors)}",
+            f"{what}: {last_words(tried.errors)}",
             reason="not_loaded",
             key="agent.python",
         )
@@ -201,7 +201,12 @@ def _check_end(ended: Ended, config: AgentConfig) -> None:
     if ended.exceeded is not None:
         value = getattr(config, ended.exceeded)
         raise OverLimit(f"the program used more than agent.{ended.exceeded}={value}")
-    words = _last_words(ended.errors)
+    check_status(ended)
+
+
+def check_status(ended: Ended) -> None:
+    """Raise an error unless the program ended with status 0."""
+    words = last_words(ended.errors)
     if ended.status == TEMPORARY_FAILURE:
         raise TemporaryFailure(words)
     if ended.status > 0:
@@ -217,7 +222,8 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _last_words(errors: str) -> str:
+def last_words(errors: str) -> str:
+    """Return the last line of a program's standard error."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return lines[-1][-400:] if lines else "no output on standard error"
 

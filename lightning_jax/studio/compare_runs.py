@@ -167,16 +167,17 @@ def _tasks(first: Group, first_name: str, group: Group, name: str) -> Grid:
     """Return the tasks whose reward differs most."""
     found = compare_evaluations(first, group)
     if found is None:
-        nothing = name if any(map(has_evaluation, first)) else first_name
-        return Grid(f"{name} against {first_name}", (), (), (f"{nothing} has no evaluation",))
+        nothing = without_evaluation(first, first_name, name)
+        return Grid(f"{name} against {first_name}", (), (), (nothing,))
     title = f"{name} against {first_name}, {found.when}"
     grid = comparison_table(found.tasks, title, first_name, name)
     return replace(grid, notes=(*grid.notes, *seed_notes(first, group)))
 
 
-def has_evaluation(run: RunSummary) -> bool:
-    """Return whether the store of a run has an evaluation."""
-    return bool(read_evaluations(run.directory))
+def without_evaluation(first: Group, first_name: str, name: str) -> str:
+    """Return which of two groups, of which one has no evaluation, is that one."""
+    has_first = any(read_evaluations(run.directory) for run in first)
+    return f"{name if has_first else first_name} has no evaluation"
 
 
 def seed_notes(first: Group, group: Group) -> tuple[str, ...]:

@@ -97,7 +97,10 @@ def _search(
 
 
 def _texts(spans: Sequence[Span], tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
-    """Yield (place, text) of a rollout. Of a prompt, only what no earlier call had is repeated."""
+    """Yield (place, text) of a rollout.
+
+    For a prompt that continues the last call, the text is only what is new.
+    """
     number, seen = 0, ()
     for span in sorted(spans, key=call_order):
         values = span.attributes

@@ -1,6 +1,5 @@
-"""Free ports, virtual environments, and lowering for devices that the machine does not have."""
+"""Virtual environments, and lowering for devices that the machine does not have."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,13 +21,6 @@ def mesh_for(platform: str, mesh: Mesh) -> AbstractMesh:
     if platform not in _DEVICES:
         return mesh.abstract_mesh
     return mesh.abstract_mesh.update(abstract_device=_DEVICES[platform])
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def environment(requirements: Path, folder: Path) -> Path:

@@ -30,6 +30,13 @@ def require_run(directory: Path, *names: str) -> None:
             )
 
 
+def newest_checkpoint(directory: Path) -> int:
+    """Return the step of the run's newest checkpoint, or -1 if it has none."""
+    # A checkpoint that is being written has another name.
+    names = (path.name for path in (directory / CHECKPOINTS).glob("*"))
+    return max((int(name) for name in names if name.isdigit()), default=-1)
+
+
 @dataclass(frozen=True)
 class TrainedWeights:
     """Weights of a run on disk: its exported policies, or a checkpoint."""
@@ -48,11 +55,8 @@ def find_weights(directory: Path) -> TrainedWeights:
     if exported.is_file():
         step = json.loads(exported.read_text())["step"]
         return TrainedWeights(step, directory / "policy", is_exported=True)
-    # A checkpoint that is being written has another name.
-    steps = [int(path.name) for path in (directory / CHECKPOINTS).glob("*") if path.name.isdigit()]
-    if steps:
-        path = directory / CHECKPOINTS / str(max(steps))
-        return TrainedWeights(max(steps), path, is_exported=False)
+    if (step := newest_checkpoint(directory)) >= 0:
+        return TrainedWeights(step, directory / CHECKPOINTS / str(step), is_exported=False)
     fact, fix = "does not exist", "check the path"
     if directory.is_dir():
         fact = "has neither a trained policy nor a checkpoint yet"

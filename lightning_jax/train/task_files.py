@@ -2,19 +2,18 @@
 
 import gzip
 import json
-import random
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_jax.environments.split import part_of
 from lightning_jax.errors import UserError
 from lightning_jax.types import Task
 
 Record = dict[str, Any]
 
-DEV_SHARE = 0.2  # share of a single file
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
 
 
@@ -124,9 +123,7 @@ def load_task_files(
                 reason="too_few",
                 key="data.root",
             )
-        num_dev = min(max(1, int(DEV_SHARE * len(tasks))), len(tasks))
-        held_out = set(random.Random(0).sample(range(len(tasks)), num_dev))
-        found = [task for i, task in enumerate(tasks) if (i in held_out) == (split == "dev")]
+        found = part_of(split, tasks)
     return found, {reason: number for reason, number in dropped.items() if number}
 
 

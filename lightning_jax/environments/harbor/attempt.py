@@ -30,12 +30,10 @@ from lightning_jax.errors import UserError
 from lightning_jax.loading import find_program
 from lightning_jax.rollouts.process import Ended
 from lightning_jax.rollouts.program import (
-    TEMPORARY_FAILURE,
-    ExitStatus,
-    KilledBySignal,
     OverLimit,
-    TemporaryFailure,
+    check_status,
     inherited,
+    last_words,
     program_environment,
 )
 from lightning_jax.types import LLM, Task
@@ -161,7 +159,8 @@ def _reward_of(ended: Ended, limits: BoxLimits, folder: Path) -> dict[str, float
     found = read_reward(folder)
     if found is None:
         raise TestFailure(
-            f"the test script wrote no reward and ended with {ended.status}: {_last(ended.errors)}"
+            f"the test script wrote no reward and ended with {ended.status}: "
+            f"{last_words(ended.errors)}"
         )
     return found
 
@@ -248,21 +247,11 @@ def _check_agent(ended: Ended) -> None:
         return
     if ended.exceeded is not None:
         raise OverLimit(f"the agent used more than agent.options.limits.{ended.exceeded}")
-    if ended.status == TEMPORARY_FAILURE:
-        raise TemporaryFailure(_last(ended.errors))
-    if ended.status > 0:
-        raise ExitStatus(f"exit status {ended.status}: {_last(ended.errors)}")
-    if ended.status < 0:
-        raise KilledBySignal(f"killed by signal {-ended.status}: {_last(ended.errors)}")
+    check_status(ended)
 
 
 def _limit(ended: Ended, limits: BoxLimits) -> str:
     return f"{ended.exceeded}={getattr(limits, ended.exceeded or '', '')}"
-
-
-def _last(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][-400:] if lines else "no output on standard error"
 
 
 def _seconds(settings: Mapping[str, Any], section: str, default: float) -> float:

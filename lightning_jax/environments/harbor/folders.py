@@ -1,7 +1,6 @@
 """Folders of Harbor tasks: what is read of them, and the files that an attempt starts from."""
 
 import os
-import random
 import re
 import shlex
 import shutil
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.environments.sandbox import WORK, Box
+from lightning_jax.environments.split import part_of
 from lightning_jax.errors import UserError
 from lightning_jax.types import Task
 
-DEV_SHARE = 0.2  # share of a folder without train and dev
 NEEDS_DOCKER = "needs_docker"  # reason of tasks that an image can serve
 # Directories that a container has and that a working directory cannot be here.
 TAKEN = {
@@ -63,9 +62,7 @@ def load(
     is_split = all(part.is_dir() and not (part / "task.toml").exists() for part in parts)
     tasks, left_out = read_tasks(top / split if is_split else top, top, field, docker)
     if not is_split:
-        number = min(max(1, int(DEV_SHARE * len(tasks))), len(tasks))
-        dev = set(random.Random(0).sample(range(len(tasks)), number))
-        tasks = [task for i, task in enumerate(tasks) if (i in dev) == (split == "dev")]
+        tasks = part_of(split, tasks)
     return tasks, left_out
 
 

@@ -12,9 +12,9 @@ from lightning_jax.studio.compare_runs import (
     EvaluationComparison,
     compare_evaluations,
     group_names,
-    has_evaluation,
     seeds_table,
     settings_table,
+    without_evaluation,
 )
 from lightning_jax.studio.evaluation import SIGNIFICANT
 from lightning_jax.studio.live.answers import Json, run_line
@@ -77,8 +77,8 @@ def _pair(first: Sequence[Pair], first_name: str, group: Sequence[Pair], name: s
     pair = {"name": name, "first_name": first_name, "seeds": seeds and _grid(seeds)}
     found = compare_evaluations(before, after)
     if found is None:
-        missing = name if any(map(has_evaluation, before)) else first_name
-        return pair | {"missing": f"{missing} has no evaluation, so no tasks can be compared"}
+        missing = without_evaluation(before, first_name, name)
+        return pair | {"missing": f"{missing}, so no tasks can be compared"}
     return pair | {
         "missing": None,
         "verdict": _verdict(found.tasks, first_name, name),

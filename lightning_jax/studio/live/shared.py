@@ -62,6 +62,6 @@ class SharedAnswers:
 
 
 def _look_at(task: asyncio.Task[Encoded]) -> None:
-    """Take a failure, so that asyncio does not log it as one that nobody saw."""
+    """Retrieve a failure, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()

@@ -2,7 +2,8 @@
 // sure the difference is. Runs of one group are seeds of one experiment.
 
 import { COLORS, destroyCharts } from "./chart.js";
-import { element, fill, number, place, select, shade, status, table, words } from "./dom.js";
+import { element, fill, number, place, select, status, table } from "./dom.js";
+import { chip } from "./group.js";
 import { curvesOf, rewardCharts } from "./runs.js";
 import { drawTranscript } from "./transcript.js";
 
@@ -89,10 +90,8 @@ function tasks(pair, shown) {
           "both transcripts")]));
 }
 
-const chips = (rollouts) => element("span", { class: "chips" }, rollouts.map((rollout) =>
-  shade(rollout.reward, element("a", { class: `chip ${rollout.status}`,
-    href: place("run", rollout.key, "rollout", rollout.rollout_id), title: words(rollout.status) },
-  rollout.reward === null ? "failed" : number(rollout.reward)))));
+const chips = (rollouts) => element("span", { class: "chips" },
+  rollouts.map((rollout) => chip(rollout.key, rollout)));
 
 const beside = (first, second) => place("beside", first.key, first.rollout_id, second.key,
   second.rollout_id);
