@@ -4,8 +4,6 @@ import ast
 import hashlib
 import importlib
 import importlib.util
-import re
-import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.paths import file_of
 
@@ -68,22 +65,6 @@ def find_program(program: str, key: str) -> str:
             key=key,
         )
     return path
-
-
-def import_optional(module: str, requirement: str) -> ModuleType:
-    """Import a module of a package that is not always installed.
-
-    `requirement` is what pip installs, such as verifiers>=0.4. Raises UserError if the package, or
-    one that it imports, is missing.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{error.name} is not installed; run pip install {shlex.quote(requirement)}.",
-            reason="not_installed",
-            key=re.split("[<>=]", requirement)[0],
-        ) from error
 
 
 def _existing_file(reference: str, path: str) -> Path:

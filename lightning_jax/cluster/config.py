@@ -46,6 +46,11 @@ class ClusterConfig(Section):
         require(
             self,
             address=(bool(is_known), "auto, local, HOST:PORT or none"),
+            trainers=(
+                not self.trainers or self.address is not None,
+                "0 without a cluster.address; set it to local, auto or HOST:PORT",
+                "conflict",
+            ),
             samplers=(
                 (self.samplers + self.workers + self.trainers > 0) == (self.address is not None),
                 "1 or more, or workers or trainers, with a cluster.address, and 0 without",

@@ -28,6 +28,8 @@ def test_samplers_and_an_address_need_each_other() -> None:
         ClusterConfig(samplers=1)
     with raises_coded(FieldError, "conflict", "samplers"):
         ClusterConfig(workers=1)
+    with raises_coded(FieldError, "conflict", "trainers"):
+        ClusterConfig(trainers=2)
     assert ClusterConfig("auto", workers=1).samplers == 0
 
 
