@@ -45,6 +45,12 @@ async def run(task: dict, llm) -> float:
     return sum(token in GOOD_IDS for token in ids) / len(ids)
 
 
+async def unrewarded(task: dict, llm) -> float:
+    """Make a call, and earn nothing."""
+    await run(task, llm)
+    return 0.0
+
+
 async def two_turns(task: dict, llm) -> float:
     """Make two calls, the second of which continues the first."""
     messages: list[Any] = [{"role": "user", "content": task["question"]}]

@@ -1,18 +1,22 @@
 """A training run from the command line, and the report at its end."""
 
 import asyncio
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import NoReturn
 
 from lightning_jax.cli.runtime import cancel_at_stop
+from lightning_jax.errors import UserError
 from lightning_jax.studio.live.server import page_of
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import STORE
 from lightning_jax.train.monitors import TROUBLESHOOTING
-from lightning_jax.train.multihost import is_leader
+from lightning_jax.train.multihost import is_follower, is_leader
 from lightning_jax.train.report import (
     NOTHING_TRAINED,
     checkpoint_line,
@@ -54,6 +58,10 @@ def train_and_report(
         rows = asyncio.run(_train(config, train_tasks, dev_tasks, page_of if has_page else None))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+    except Exception as error:
+        if is_follower():
+            _end_at_once(error)
+        raise
     if not is_leader():
         return 0
     print("\n" + result_table(rows, config.eval.by))
@@ -73,3 +81,17 @@ def train_and_report(
         print(f"      lightning-jax eval --run {directory}   # on other tasks: --tasks FILE")
         print(f"      lightning-jax serve --model {policy}")
     return 0
+
+
+def _end_at_once(error: Exception) -> NoReturn:
+    """Show the error and end the process, without JAX's wait for the others.
+
+    Process 0 would wait for this one, too. Now it finds that this one is lost.
+    """
+    if isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -54,11 +54,14 @@ class End:
 
 
 def cause(ends: Sequence[End]) -> End:
-    """Return the end that explains the others: a loss, else an error, else an abort of JAX."""
+    """Return the end that explains the others: a loss, else an error, else an abort of JAX.
 
-    def rank(end: End) -> tuple[int, int]:
+    Of equal ones it is the first, so pass them in their order.
+    """
+
+    def rank(end: End) -> int:
         aborted = end.status == -signal.SIGABRT
-        return (2 if aborted else 0 if end.is_death else 1), end.index
+        return 2 if aborted else 0 if end.is_death else 1
 
     return min(ends, key=rank)
 
@@ -136,7 +139,7 @@ class Trainers:
             # The loss of a process is soon an error or an abort in the others.
             if not first.is_death or first.index == 0:
                 await asyncio.wait(running, timeout=BLAME_S)
-            return cause([task.result() for task in running if task.done()])
+            return cause([first, *(task.result() for task in running if task.done())])
 
     @asynccontextmanager
     async def _started(self) -> AsyncIterator[list[asyncio.Task[End]]]:

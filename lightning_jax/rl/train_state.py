@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lightning_jax.models.lora import frozen_part, overlay, trained_part
+from lightning_jax.models.sharding import put_on_mesh
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.critic import Critic, init_critic
 from lightning_jax.types import Leaf
@@ -69,5 +70,5 @@ def _replicate(params: Params, value: Any) -> Any:
     """Replicate an array on every device of the weights."""
     sharding = jax.tree.leaves(params)[0].sharding
     if isinstance(sharding, NamedSharding):
-        return jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec()))
+        return put_on_mesh(value, NamedSharding(sharding.mesh, PartitionSpec()))
     return value

@@ -75,6 +75,11 @@ def is_leader() -> bool:
     return jax.process_index() == 0
 
 
+def is_follower() -> bool:
+    """Return True in a process of a run of several that is not process 0."""
+    return jax.distributed.is_initialized() and not is_leader()
+
+
 class Stopped(UserError):
     """Stop of the run because another process was asked to stop."""
 

@@ -21,6 +21,7 @@ KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
         ({0: 1, 1: ABORTED}, 0),  # an error of the run
         ({0: ABORTED, 1: 1}, 1),
         ({0: ABORTED, 1: ABORTED}, 0),
+        ({1: 1, 0: 1}, 1),  # in the order of their ends
     ],
 )
 def test_a_loss_explains_the_errors_and_aborts_of_others(

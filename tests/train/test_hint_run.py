@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from coded import raises_coded
 from test_policies_run import LORA, settings
-from test_teacher import unrewarded
 from test_trainer import MODEL, TASKS, _config
+from toy_agent import unrewarded
 
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.load import load_model, save_hf

@@ -58,12 +58,17 @@ def config(
     algorithm = AlgorithmConfig(loss="dpo") if kind == "dpo" else AlgorithmConfig(kl_coef=0.1)
     if kind in ("policies", "own"):
         names, function = ("speaker", "listener", "judge"), "three_policies"
+    if kind == "untrained":
+        function, algorithm = "unrewarded", AlgorithmConfig()
     return Config(
         run_dir=str(run_dir),
         num_steps=1000 if kind == "long" else 2,
         model=ModelConfig(name=str(model_dir), lora=LoraConfig(rank=rank)),
         serve=ServeConfig(
-            slots=1, max_len=64, prefill_buckets=(32,), mesh=MeshConfig(fsdp=1, tensor=2)
+            slots=1,
+            max_len=64,
+            prefill_buckets=(32,),
+            mesh=MeshConfig(fsdp=1, tensor=_num_devices(kind)),
         ),
         policies={name: PolicyConfig(trains=name != "judge") for name in names},
         roles={name: RoleConfig(agent=name, policy=name) for name in names},
@@ -73,13 +78,13 @@ def config(
         batch=BatchConfig(rows=2, row_len=128, max_targets=32, head_chunk=32),
         optimizer=OptimizerConfig(learning_rate=1e-2, eps=EPS),
         warmup=WarmupConfig(
-            num_steps=1,
+            num_steps=0 if kind == "untrained" else 1,
             demonstrations=f"{TOY}:demonstrate",
             optimizer=OptimizerConfig(learning_rate=1e-4, eps=EPS),
         ),
         eval=EvalConfig(every=0, num_tasks=2, at_start=False),
         checkpoint=CheckpointConfig(every=2, keep=2),
-        mesh=MeshConfig(fsdp=2, tensor=2),
+        mesh=MeshConfig(fsdp=2, tensor=_num_devices(kind)),
         distributed=distributed_,
     )
 
@@ -91,13 +96,19 @@ def run_process(model_dir: str, run_dir: str, port: str, process_id: str, kind: 
     stop_on_sigterm()
     rows = asyncio.run(train(settings, TASKS, TASKS))
     assert bool(rows) == (process_id == "0")
-    assert jax.process_count() == 2 and jax.device_count() == 4
+    assert jax.process_count() == 2 and jax.device_count() == 2 * _num_devices(kind)
+
+
+def _num_devices(kind: str) -> int:
+    """Return the devices of each process."""
+    return 1 if kind == "untrained" else 2
 
 
 def _start(*arguments: str) -> "subprocess.Popen[str]":
     code = f"import sys; sys.path[:0] = {PATH!r}; import test_multihost as t; "
     code += "t.run_process(*sys.argv[1:])"
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    number = _num_devices(arguments[-1])
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={number}"}
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -142,6 +153,20 @@ def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
         for ours, theirs in zip(*(params.values() for params in weights), strict=True):
             np.testing.assert_allclose(theirs, ours, atol=ROUNDING)
             assert np.any(ours)
+
+
+@pytest.mark.slow
+def test_checkpoint_of_weights_without_an_update_is_written(tmp_path: Path) -> None:
+    model_dir, run = tmp_path / "tiny", tmp_path / "run"
+    save_hf(model_dir, tiny_model())
+    port = str(free_port())
+    processes = [_start(str(model_dir), str(run), port, str(i), "untrained") for i in range(2)]
+    for process in processes:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["train/num_updates"] for row in rows[:2]] == [0, 0]
+    assert sorted(int(path.name) for path in (run / "checkpoints").iterdir()) == [2]
 
 
 @pytest.mark.slow

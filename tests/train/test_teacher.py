@@ -17,14 +17,8 @@ from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config
 from lightning_jax.train.teacher import check_vocabulary
 from lightning_jax.train.trainer import train
-from lightning_jax.types import LLM, Task
 
 MODEL = tiny_model(num_layers=1)
-
-
-async def unrewarded(task: Task, llm: LLM) -> float:
-    await toy_agent.run(task, llm)
-    return 0.0
 
 
 def test_a_run_learns_from_its_teacher_where_all_rewards_are_equal(tmp_path: Path):
@@ -33,7 +27,7 @@ def test_a_run_learns_from_its_teacher_where_all_rewards_are_equal(tmp_path: Pat
     save_hf(teacher_dir, tiny_model(seed=1, num_layers=1, embed_dim=48))
     distill = DistillConfig(teacher=str(teacher_dir), coef=1.0, final_coef=0.0, anneal_steps=1)
     config = _config(model_dir, tmp_path / "run", num_steps=2, distill=distill)
-    rows = asyncio.run(train(config, TASKS, TASKS, agent=unrewarded))
+    rows = asyncio.run(train(config, TASKS, TASKS, agent=toy_agent.unrewarded))
     first, second = rows[0], rows[1]
     assert first["train/equal_groups_share"] == second["train/equal_groups_share"] == 1.0
     assert first["train/num_updates"] == 1.0 and first["train/grad_norm"] > 0.0
