@@ -52,16 +52,22 @@ class End:
         """Return True if the process was killed, also by an abort of JAX."""
         return self.status is None or self.status < 0
 
+    @property
+    def is_loss(self) -> bool:
+        """Return True if it was killed, and not by an abort of JAX."""
+        return self.is_death and self.status != -signal.SIGABRT
+
 
 def cause(ends: Sequence[End]) -> End:
     """Return the end that explains the others: a loss, else an error, else an abort of JAX.
 
-    Of equal ones it is the first, so pass them in their order.
+    Of equal ones it is the first, so pass them in their order. If none failed, it is process 0's.
     """
 
     def rank(end: End) -> int:
-        aborted = end.status == -signal.SIGABRT
-        return 2 if aborted else 0 if end.is_death else 1
+        if end.status == 0:
+            return 4 if end.index else 3
+        return 0 if end.is_loss else 2 if end.is_death else 1
 
     return min(ends, key=rank)
 
@@ -131,15 +137,15 @@ class Trainers:
     async def _train_once(self) -> End:
         """Run all processes until one ends, and return the end that explains the others."""
         async with self._started() as running:
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            first = min((end.result() for end in done), key=lambda end: end.index)
-            if first.index == 0 and first.status == 0:
+            ends, waiting = list[End](), set(running)
+            while not any(end.index == 0 or end.status != 0 for end in ends):
+                ends += await _next_ends(waiting)
+            if any(end.index == 0 and end.status == 0 for end in ends):
                 await wait_to_end(running, END_S)
-                return first
-            # The loss of a process is soon an error or an abort in the others.
-            if not first.is_death or first.index == 0:
-                await asyncio.wait(running, timeout=BLAME_S)
-            return cause([first, *(task.result() for task in running if task.done())])
+            elif waiting and not any(end.is_loss for end in ends):
+                # The loss of a process is soon an error or an abort in the others.
+                ends += await _next_ends(waiting, asyncio.ALL_COMPLETED, BLAME_S)
+            return cause(ends)
 
     @asynccontextmanager
     async def _started(self) -> AsyncIterator[list[asyncio.Task[End]]]:
@@ -206,6 +212,17 @@ class Trainers:
 
         with handle_stop_signals(stop):
             yield
+
+
+async def _next_ends(
+    waiting: set[asyncio.Task[End]],
+    until: str = asyncio.FIRST_COMPLETED,
+    timeout_s: float | None = None,
+) -> list[End]:
+    """Wait for ends, take them out of `waiting`, and return them by process."""
+    done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=until)
+    waiting -= done
+    return sorted((task.result() for task in done), key=lambda end: end.index)
 
 
 def _reason(status: int) -> str:

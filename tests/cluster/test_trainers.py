@@ -22,6 +22,8 @@ KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
         ({0: ABORTED, 1: 1}, 1),
         ({0: ABORTED, 1: ABORTED}, 0),
         ({1: 1, 0: 1}, 1),  # in the order of their ends
+        ({1: 0, 0: 1}, 0),  # such as a run that trained nothing
+        ({1: 0, 0: 0}, 0),
     ],
 )
 def test_a_loss_explains_the_errors_and_aborts_of_others(
