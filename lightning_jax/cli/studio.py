@@ -39,7 +39,7 @@ def run_studio(arguments: argparse.Namespace) -> int:
     key = arguments.key or os.environ.get(KEY) or None
 
     def announce(url: str) -> None:
-        log.info("%d runs at %s", len(catalog.runs()), url)
+        log.info("serving the page at %s; runs found: %d", url, len(catalog.runs()))
 
     async def until_stopped() -> None:
         with cancel_at_stop():
