@@ -187,6 +187,16 @@ def tool_schema() -> dict[str, Any]:
     return {"type": "function", "function": {**CalculatorTool(TOOL).schema}}
 
 
+def hint(task: Task) -> str:
+    """Return the calculation and its result for a teacher to read.
+
+    docs/howto/learn_from_hints.md says what a teacher does with it.
+    """
+    expression = in_one_expression(task)
+    first = f"Use the calculator for {expression}. " if expression else ""
+    return f"{first}The answer is {task['result']}."
+
+
 def demonstrate(tasks: Sequence[Task]) -> list[dict[str, Any]]:
     """Return demonstrations in OpenAI's fine-tuning form, for tasks whose chain can be calculated.
 

@@ -223,6 +223,11 @@ async def run(
 # ---- Demonstrations ----------------------------------------------------------------------------
 
 
+def hint(task: Task) -> str:
+    """Return the gold query for a teacher to read (docs/howto/learn_from_hints.md)."""
+    return f"Answer: {task['query'].rstrip('; ')};\nCopy this answer."
+
+
 def demonstrate(tasks: Sequence[Task]) -> list[list[Message]]:
     """Return demonstrations with gold SQL. The assistant messages are the ones to learn.
 

@@ -61,7 +61,7 @@ def test_runs_train_once_and_leave_a_report(tmp_path: Path) -> None:
     command = [
         *(sys.executable, str(ROOT / "experiments" / "openended.py"), "model.name=tiny"),
         *(f"run_dir={tmp_path}", "num_steps=1", "rollout.tasks_per_step=1", "eval.num_tasks=2"),
-        *("serve.max_len=1024", "rollout.max_tokens=8", "rollout.group_size=2"),
+        *("serve.max_len=1024", "rollout.max_tokens=8", "rollout.group_size=2", "batch.rows=8"),
     ]
     subprocess.run(command, check=True, capture_output=True)
     report = (tmp_path / "report.md").read_text()
