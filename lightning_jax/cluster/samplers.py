@@ -131,7 +131,7 @@ class Samplers:
             await asyncio.gather(*starting, return_exceptions=True)
             raise
         self._keeping = [asyncio.create_task(self._keep(live)) for live in started]
-        log.info("%d samplers serve after %.0f s", len(started), time.monotonic() - began)
+        log.info("samplers ready: %d, after %.0f s", len(started), time.monotonic() - began)
 
     async def end(self) -> None:
         """End all samplers."""
