@@ -1,5 +1,6 @@
 """`lightning-jax rescore`: rewards of a run's stored rollouts by other components."""
 
+import argparse
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -40,15 +41,64 @@ class Comparison:
     flip_share: float | None  # rollouts whose advantage changes its sign
 
 
-def rescore(run_dir: Path, file: Path, *, phase: str, limit: int | None) -> None:
+def rescore(
+    run_dir: Path, file: Path, *, phase: str, limit: int | None
+) -> tuple[Config, list[list[Pair]]]:
     """Print how the rewards of a run's rollouts change with the `rewards` of a YAML file.
 
     The run's rewards stay as they are. Verdicts of judges are kept in its store. `limit` is the
-    number of groups, evenly spaced. Raises UserError if nothing can be scored.
+    number of groups, evenly spaced. Returns what `rescored_groups` does. Raises UserError if
+    nothing can be scored.
     """
     config, pairs = rescored_groups(run_dir, file, phase=phase, limit=limit)
     console = Console(highlight=False)
     console.print(as_terminal(_grid(config, pairs), console.width))
+    return config, pairs
+
+
+def settings_of_new_run(run_dir: Path, settings: Sequence[str]) -> Config:
+    """Return the run's settings with these. Raises ConfigError if no new run can have them."""
+    from lightning_jax.train.offline import check_new
+
+    config = load_config(Config, [str(run_dir / SETTINGS), *settings])
+    check_new(config)
+    return config
+
+
+def train_rescored(
+    run_dir: Path,
+    config: Config,
+    scored: tuple[Config, list[list[Pair]]],
+    arguments: argparse.Namespace,
+) -> None:
+    """Train on the rescored rollouts, and print what came out.
+
+    `arguments` has `phase`, `steps` and `start`. Raises UserError if nothing can be learned.
+    """
+    from lightning_jax.train.offline import learn_from_rewards
+
+    config = replace(config, rewards=scored[0].rewards)
+    rollouts = [after for group in scored[1] for _, after in group if after.status == "scored"]
+    rows = learn_from_rewards(
+        run_dir,
+        config,
+        {rollout.rollout_id: rollout for rollout in rollouts},
+        phase=arguments.phase,
+        num_steps=arguments.steps,
+        start=arguments.start,
+    )
+    updates = sum(row.get("train/num_updates", 0.0) for row in rows)
+    if not updates:
+        raise UserError(
+            "nothing was trained: the attempts of every group earn the same by these rewards; "
+            "give a component that tells them apart a weight",
+            reason="no_gradient",
+            key="rewards",
+        )
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{len(rows)} steps, {updates:.0f} updates")
+    console.print(f"policy: {config.run_dir}/policy", markup=False)
+    console.print(f"next: lightning-jax eval --run {config.run_dir}", markup=False)
 
 
 def rescored_groups(

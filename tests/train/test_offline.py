@@ -1,0 +1,154 @@
+"""Tests of policy steps on the stored rollouts of a run, with other rewards."""
+
+import asyncio
+import dataclasses
+from contextlib import closing
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from coded import raises_coded
+from test_groups import TASKS, _config
+
+from lightning_jax.cli.main import main
+from lightning_jax.models.formats.load import load_model
+from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.traces.store import Store
+from lightning_jax.train import trainer
+from lightning_jax.train.config import Config
+from lightning_jax.train.metrics import read_metrics
+from lightning_jax.train.offline import learn_from_rewards
+from lightning_jax.types import Rollout
+
+COMPONENTS = """
+def same(task, attempt):
+    return attempt.reward
+
+
+def short(task, attempts):
+    return [-float(len(attempt.response)) for attempt in attempts]
+
+
+def equal(task, attempts):
+    return [1.0] * len(attempts)
+
+
+def broken(task, attempt):
+    raise ValueError("no")
+"""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("offline") / "run"
+    config = dataclasses.replace(_config(path), num_steps=1)
+    asyncio.run(trainer.train(config, TASKS, TASKS))
+    return path
+
+
+def rewards_file(folder: Path, component: str, kind: str = "function") -> str:
+    (folder / "rewards.py").write_text(COMPONENTS)
+    file = folder / "rewards.yaml"
+    file.write_text(f"rewards: {{{component}: {{{kind}: rewards.py:{component}}}}}\n")
+    return str(file)
+
+
+def settings(run_dir: Path, out: Path, *changes: str) -> Config:
+    return load_config(Config, [str(run_dir / "config.yaml"), f"run_dir={out}", *changes])
+
+
+def stored(run_dir: Path) -> dict[str, Rollout]:
+    with closing(Store(run_dir / "store.sqlite", read_only=True)) as store:
+        return {rollout.rollout_id: rollout for rollout in store.rollouts(phase="train")}
+
+
+def test_the_same_rewards_make_the_step_that_the_run_made(run_dir: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    flags = ["--rewards", rewards_file(tmp_path, "same"), "--train", f"run_dir={out}"]
+    assert main(["rescore", str(run_dir), *flags]) == 0
+    (row,) = read_metrics(out / "metrics.jsonl")
+    first = read_metrics(run_dir / "metrics.jsonl")[0]
+    for name in ("train/loss", "train/grad_norm", "rollout/reward_mean", "train/num_groups"):
+        assert row[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
+    begun = load_model("tiny").params
+    learned, of_run = (load_model(str(path / "policy")).params for path in (out, run_dir))
+    change, rest = (
+        max(
+            np.abs(np.asarray(a) - np.asarray(b)).max()
+            for a, b in zip(jax.tree.leaves(learned), jax.tree.leaves(other), strict=True)
+        )
+        for other in (begun, of_run)
+    )
+    assert change > 1e-3 and rest < 0.01 * change
+
+
+def test_other_rewards_move_the_policy_the_other_way(run_dir: Path, tmp_path: Path):
+    rollouts = stored(run_dir)
+    losses = {}
+    for sign in (1.0, -1.0):
+        rescored = {
+            key: dataclasses.replace(rollout, reward=sign * rollout.index)
+            for key, rollout in rollouts.items()
+        }
+        out = tmp_path / f"out{sign}"
+        config = settings(run_dir, out, "optimizer.max_grad_norm=1e9")
+        learn_from_rewards(run_dir, config, rescored)
+        losses[sign] = load_model(str(out / "policy")).params["embed"]["embedding"]
+    begun = load_model("tiny").params["embed"]["embedding"]
+    up, down = (np.asarray(losses[sign] - begun).ravel() for sign in (1.0, -1.0))
+    assert np.dot(up, down) < -0.9 * np.linalg.norm(up) * np.linalg.norm(down)
+
+
+def test_steps_go_through_the_groups_again(run_dir: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    flags = ["--train", "--steps", "3", "rollout.tasks_per_step=1", f"run_dir={out}"]
+    file = rewards_file(tmp_path, "short", "group")
+    assert main(["rescore", str(run_dir), "--rewards", file, *flags]) == 0
+    rows = read_metrics(out / "metrics.jsonl")
+    assert [row["rollout/num_rollouts"] for row in rows] == [3.0, 3.0, 3.0]
+    assert rows[0]["rollout/reward_mean"] == rows[2]["rollout/reward_mean"] < 0  # two groups
+    assert rows[0]["rollout/reward_mean"] != rows[1]["rollout/reward_mean"]
+    config = load_config(Config, [str(out / "config.yaml")])
+    assert list(config.rewards) == ["short"] and config.num_steps == 3
+    assert stored(out) == {}
+
+
+def test_it_goes_on_from_the_policy(run_dir: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    flags = ["--train", "--start", "policy", f"run_dir={out}"]
+    file = rewards_file(tmp_path, "same")
+    assert main(["rescore", str(run_dir), "--rewards", file, *flags]) == 0
+    (row,) = read_metrics(out / "metrics.jsonl")
+    first = read_metrics(run_dir / "metrics.jsonl")[0]
+    # The sampler's weights are a step older than these.
+    assert row["train/mismatch_kl"] > 10 * first["train/mismatch_kl"]
+
+
+def test_rewards_that_are_all_equal_train_nothing(run_dir: Path, tmp_path: Path, capsys):
+    file = rewards_file(tmp_path, "equal", "group")
+    flags = ["--train", f"run_dir={tmp_path / 'out'}"]
+    assert main(["rescore", str(run_dir), "--rewards", file, *flags]) == 1
+    assert "nothing was trained" in capsys.readouterr().err
+
+
+def test_bad_input(run_dir: Path, tmp_path: Path, capsys):
+    file = rewards_file(tmp_path, "same")
+    assert main(["rescore", str(run_dir), "--rewards", file, "num_steps=2"]) == 1
+    assert "--train" in capsys.readouterr().err
+    broken = rewards_file(tmp_path, "broken")
+    out = tmp_path / "out"
+    assert main(["rescore", str(run_dir), "--rewards", broken, "--train", f"run_dir={out}"]) == 1
+    assert not out.exists()
+    rollouts = stored(run_dir)
+    with raises_coded(ConfigError, "exists", "run_dir"):
+        learn_from_rewards(run_dir, settings(run_dir, tmp_path), rollouts)
+    with raises_coded(ConfigError, "empty", "--phase"):
+        learn_from_rewards(run_dir, settings(run_dir, out), {})
+    with raises_coded(ConfigError, "unsupported", "distill"):
+        hinted = settings(run_dir, out, "distill.teacher=initial")
+        learn_from_rewards(run_dir, hinted, rollouts)
+    named = ("policies.a.base=null", "policies.b.base=null")
+    with raises_coded(ConfigError, "unsupported", "policies"):
+        learn_from_rewards(run_dir, settings(run_dir, out, *named), rollouts)
+    assert not out.exists()
