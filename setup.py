@@ -79,6 +79,7 @@ setup(
         # docs/howto/tasks_from_verifiers.md; its mcp is newer than that of calcx
         "verifiers": ["verifiers>=0.4"],
         "ray": ["ray>=2.50"],  # cluster.address
+        "gepa": ["gepa>=0.1.4"],  # prompt_search
         "ollama": ["ollama>=0.6"],  # agents/ollama_chat.py
         # google-jetstream itself is installed with --no-deps, see requirements-nodeps.txt
         "jetstream": ["grpcio", "protobuf", "prometheus-client", "shortuuid", "tiktoken"],

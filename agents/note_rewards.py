@@ -38,9 +38,9 @@ def follows(task: dict[str, Any], attempt: Any) -> float:
 
 
 def complete(task: dict[str, Any], attempt: Any) -> float:
-    """Return 1 if the note is one or two whole sentences of 6 to 40 words, else 0."""
+    """Return 1 if the note is one whole sentence of 6 to 40 words, else 0."""
     note = attempt.response.strip()
-    is_whole = note.endswith((".", "!", "?")) and len(_SENTENCE.findall(note)) in (1, 2)
+    is_whole = note.endswith((".", "!", "?")) and len(_SENTENCE.findall(note)) == 1
     return float(is_whole and MIN_WORDS <= len(_words(note)) <= MAX_WORDS)
 
 

@@ -1,6 +1,6 @@
 """Train on a task without a right answer under four rewards, and look for gaming.
 
-The agent, agents/note_writer.py, writes a note of one or two sentences with two given words.
+The agent, agents/note_writer.py, writes a sentence with two given words.
 
     proxy      similarity of request and note by a sentence encoder
     proxy_kl   the same, with a penalty for the distance to the initial model
@@ -9,8 +9,7 @@ The agent, agents/note_writer.py, writes a note of one or two sentences with two
 
 Held out from all four is a measure of greedy notes for unseen requests. It is the mean of three
 numbers between 0 and 1: the probability of a token under the initial model (geometric mean over the
-note), the share of word 3-grams that repeat nothing, and whether the note is one or two whole
-sentences.
+note), the share of word 3-grams that repeat nothing, and whether the note is one whole sentence.
 
     python experiments/openended.py --config experiments/configs/openended_cpu.yaml [key=value ...]
         [--reward proxy --reward rubric] [--seeds 3] [--first-seed 0] [--report]

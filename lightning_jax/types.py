@@ -109,13 +109,25 @@ class Trajectory:
             )
 
 
+class Prompts(dict[str, str]):
+    """Prompts by name, as the settings or the search for better ones have them."""
+
+    def __missing__(self, name: str) -> str:
+        found = ", ".join(sorted(self)) or "none"
+        raise KeyError(f"no prompt {name!r} in the settings; add prompts.{name} (found: {found})")
+
+
 @dataclass(frozen=True)
 class LLM:
-    """Connection settings for an OpenAI client."""
+    """Connection settings for an OpenAI client, and the prompts that the run may improve."""
 
     base_url: str
     api_key: str
     model: str
+    prompts: Mapping[str, str] = field(default_factory=Prompts, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompts", Prompts(self.prompts))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def load_notes(
     while len(found) < NUM_TRAIN + NUM_DEV:
         topic, words = rng.choice(TOPICS), rng.sample(WORDS, 2)
         question = (
-            f"Write one or two sentences about {topic}. Use the words {words[0]} and {words[1]}."
+            f"Write one short sentence about {topic}. Use the words {words[0]} and {words[1]}."
         )
         task = {"question": question, "topic": topic, "words": words}
         found.setdefault((topic, frozenset(words)), task)

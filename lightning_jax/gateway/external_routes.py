@@ -84,7 +84,8 @@ class ExternalRoutes:
         fields.check()
         rollout_id, llm = await self._found().open(fields)
         answer = {"rollout_id": rollout_id, "base_url": llm.base_url, "api_key": llm.api_key}
-        return web.json_response(answer | {"model": llm.model}, status=201)
+        answer |= {"model": llm.model} | ({"prompts": llm.prompts} if llm.prompts else {})
+        return web.json_response(answer, status=201)
 
     async def _end(self, request: web.Request) -> web.Response:
         """End a rollout. As for its rewards, its URL is the only key needed."""

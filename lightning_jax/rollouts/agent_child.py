@@ -63,6 +63,7 @@ class LLM:
         self.base_url = os.environ["OPENAI_BASE_URL"]
         self.api_key = os.environ["OPENAI_API_KEY"]
         self.model = os.environ["OPENAI_MODEL"]
+        self.prompts = json.loads(os.environ.get("LIGHTNING_PROMPTS", "{}"))
 
 
 def load(reference: str) -> Any:

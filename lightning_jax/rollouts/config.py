@@ -204,20 +204,9 @@ class JudgeConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_served(self)
         require(
             self,
-            served_by=(
-                not self.is_url or is_plain_url(self.served_by),
-                "initial, a policy, or an http(s) URL without a user, query or fragment",
-            ),
-            served_model=(
-                self.is_url == (self.served_model is not None),
-                "the model to request if served_by is a URL, else none",
-            ),
-            api_key_env=(
-                self.api_key_env is None or self.is_url,
-                "none, because only a URL needs a key",
-            ),
             temperature=(
                 self.temperature > 0 or self.rubric is None or self.repeats == 1,
                 "above 0 with a rubric and repeats above 1, or all verdicts would be equal",
@@ -228,7 +217,62 @@ class JudgeConfig(Section):
     @property
     def is_url(self) -> bool:
         """True if another server answers."""
-        return self.served_by.startswith(("http://", "https://"))
+        return _is_url(self.served_by)
+
+
+@dataclass(frozen=True)
+class PromptSearchConfig(Section):
+    """Search for better `prompts` between steps with GEPA (arXiv 2507.19457).
+
+    A model reads rollouts and proposes a prompt. It replaces the present one if it earns more.
+    """
+
+    # Policy steps between two searches, of which the first comes before the first step. 0: none.
+    every: Natural = 0
+    max_rollouts: Count = 60  # of one search
+    num_train: Count = 8  # training tasks of a search whose rollouts are read
+    num_dev: Count = 12  # other training tasks, which choose the prompt
+    minibatch: Count = 3  # rollouts that the model reads before a proposal
+    # Who proposes. initial: weights from the start of the run; the name of a policy of the run; or
+    # the URL of an OpenAI-compatible server, such as http://localhost:8000/v1.
+    served_by: str = INITIAL
+    served_model: str | None = None  # for a URL: model to request
+    api_key_env: str | None = None  # for a URL: environment variable with the key
+    temperature: NonNegative = 1.0  # of the proposals
+    max_tokens: Count = 1024  # of one proposal
+    max_chars: Count = 8000  # of one prompt; longer proposals are refused
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_served(self)
+
+    @property
+    def is_url(self) -> bool:
+        """True if another server answers."""
+        return _is_url(self.served_by)
+
+
+def _is_url(served_by: str) -> bool:
+    return served_by.startswith(("http://", "https://"))
+
+
+def _check_served(section: "JudgeConfig | PromptSearchConfig") -> None:
+    """Raise ValueError unless the settings name a model and how to reach it."""
+    require(
+        section,
+        served_by=(
+            not section.is_url or is_plain_url(section.served_by),
+            "initial, a policy, or an http(s) URL without a user, query or fragment",
+        ),
+        served_model=(
+            section.is_url == (section.served_model is not None),
+            "the model to request if served_by is a URL, else none",
+        ),
+        api_key_env=(
+            section.api_key_env is None or section.is_url,
+            "none, because only a URL needs a key",
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -263,17 +307,55 @@ class RewardConfig(Section):
         return self.group is not None or (self.judge is not None and self.judge.rubric is None)
 
 
-def key_of(judge: JudgeConfig) -> str | None:
-    """Return the key of a judge's server. Raises ConfigError if the variable is not set."""
-    if judge.api_key_env is None:
+def key_of(model: JudgeConfig | PromptSearchConfig) -> str | None:
+    """Return the key of a model's server. Raises ConfigError if the variable is not set."""
+    if model.api_key_env is None:
         return None
-    if key := os.environ.get(judge.api_key_env):
+    if key := os.environ.get(model.api_key_env):
         return key
     raise ConfigError(
-        f"the environment variable {judge.api_key_env} of a judge's key is not set; set it.",
+        f"the environment variable {model.api_key_env} of a model's key is not set; set it.",
         reason="missing",
-        key=judge.api_key_env,
+        key=model.api_key_env,
     )
+
+
+def check_prompt_search(
+    search: PromptSearchConfig,
+    prompts: Mapping[str, str],
+    agent: AgentConfig,
+    rollout: RolloutConfig,
+    policies: Mapping[str, object],
+) -> None:
+    """Raise ValueError for a search that cannot run, or a prompt that is no name with a text."""
+    for name, text in prompts.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not text.strip():
+            raise InvalidValue(
+                f"prompts.{name} is {text!r}; expected a text, and a name of letters, digits, - "
+                "and _.",
+                reason="invalid",
+                key=f"prompts.{name}",
+            )
+    if not search.every:
+        return
+    facts = {
+        "prompts": (bool(prompts), "empty, so there is nothing to improve; add prompts"),
+        "agent.external": (
+            not agent.external,
+            "true, and the search runs the agent itself; set prompt_search.every=0",
+        ),
+        "rollout.ahead": (
+            not rollout.ahead,
+            f"{rollout.ahead}, so rollouts would begin before the prompt is chosen; set it to 0",
+        ),
+        "prompt_search.served_by": (
+            search.is_url or search.served_by in (INITIAL, *policies),
+            f"{search.served_by!r}; expected initial, a URL or a policy",
+        ),
+    }
+    for key, (is_right, fact) in facts.items():
+        if not is_right:
+            raise InvalidValue(f"{key} is {fact}.", reason="conflict", key=key)
 
 
 def check_rewards(rewards: Mapping[str, RewardConfig], policies: Mapping[str, object]) -> None:

@@ -104,6 +104,7 @@ def program_environment(
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{root}/v1/traces",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "LIGHTNING_OPTIONS": json.dumps(options or {}),
+        "LIGHTNING_PROMPTS": json.dumps(llm.prompts),
         **trace_headers(),
     }
     text = json.dumps(task)

@@ -12,10 +12,11 @@ gateway is an agent failure if the agent gave up a call that the gateway was wor
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -62,6 +63,7 @@ class RolloutRequest:
     step: int
     task_index: int
     index: int
+    prompts: Mapping[str, str] | None = None  # None: those of the runner
 
     @property
     def group_id(self) -> str:
@@ -162,6 +164,7 @@ class Runner:
     seed: int
     scorer: Scorer | None = None  # of the rewards, after the agent's own
     at: RolloutServer | None = None  # None: `gateway`
+    prompts: dict[str, str] = field(default_factory=dict)  # for agents; a search changes them
     gate: asyncio.Semaphore = field(init=False)  # of `concurrency`
     idle: "IdleClock" = field(init=False)
     clock: DeadlineClock = field(init=False)
@@ -234,9 +237,11 @@ class Runner:
         rollout = request.rollout(attempt)
         await self.store.in_order(self.store.add_rollout, rollout, request.task)
         opened = await self.server.open(self._settings(rollout, draw), rollout.group_id)
+        prompts = dict(self.prompts if request.prompts is None else request.prompts)
         try:
             await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
-            running = partial(execute, rollout.rollout_id, request.task, opened.llm)
+            llm = replace(opened.llm, prompts=prompts)
+            running = partial(execute, rollout.rollout_id, request.task, llm)
             outcome, stalled_s = await self._outcome(opened, rollout.rollout_id, running)
         except BaseException:
             await self.server.close(rollout.rollout_id)
@@ -251,6 +256,8 @@ class Runner:
             "lightning.status": outcome.status,
             "lightning.task_id": rollout.task_id,
         }
+        if prompts:
+            values[attributes.PROMPTS] = json.dumps(prompts, ensure_ascii=False)
         span = opened.root.end("rollout", values, outcome.detail or outcome.reason)
         await self.store.in_order(self._record, rollout.rollout_id, span, outcome)
         return replace(rollout, **outcome.fields)
@@ -293,7 +300,7 @@ class Runner:
         return self.config.backoff_s(rollout.attempt) * (1 + jitter / 2)
 
     def _settings(self, rollout: Rollout, draw: int) -> RolloutSettings:
-        greedy = rollout.phase == "eval"
+        greedy = rollout.phase != "train"
         return RolloutSettings(
             rollout_id=rollout.rollout_id,
             seed=derive_seed(self.seed, rollout.group_id, rollout.index, draw),

@@ -11,15 +11,13 @@ from typing import Any
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.loading import load_function
 from lightning_jax.rollouts.agents import call_foreign
+from lightning_jax.rollouts.chat import ChatFailed, endpoint_of
 from lightning_jax.rollouts.config import (
     AGENT,
-    INITIAL,
-    JudgeConfig,
     RewardConfig,
     RolloutConfig,
-    key_of,
 )
-from lightning_jax.rollouts.judge import PREFIX, Endpoint, Judge, JudgeFailed, Judgement
+from lightning_jax.rollouts.judge import Judge, Judgement
 from lightning_jax.rollouts.outcome import (
     Outcome,
     failure,
@@ -165,13 +163,13 @@ class Scorer:
     async def _compared(self, name: str, task: Task, attempts: Sequence[Attempt]) -> list[Value]:
         try:
             return list(await self._judges[name].compare(_task_text(task), attempts))
-        except JudgeFailed as error:
+        except ChatFailed as error:
             return [_judge_failure(name, error)] * len(attempts)
 
     async def _assessed(self, name: str, task: Task, attempt: Attempt) -> Value:
         try:
             return await self._judges[name].assess(_task_text(task), attempt)
-        except JudgeFailed as error:
+        except ChatFailed as error:
             return _judge_failure(name, error)
 
     async def _by_function(self, name: str, task: Task, attempt: Attempt) -> Value:
@@ -222,7 +220,7 @@ def _shown(value: Any) -> str:
         return f"a {type(value).__name__}"
 
 
-def _judge_failure(name: str, error: JudgeFailed) -> Outcome:
+def _judge_failure(name: str, error: ChatFailed) -> Outcome:
     return Outcome("infrastructure_failure", None, JUDGE_FAILED, f"rewards.{name}: {error}")
 
 
@@ -248,19 +246,8 @@ def make_scorer(
     if not rewards:
         return None
 
-    def endpoint(judge: JudgeConfig) -> Endpoint:
-        if judge.is_url:
-            model, key = judge.served_model or "", key_of(judge)
-            return Endpoint(judge.served_by, model, key, timeout_s=limits.call_timeout_s)
-        assert gateway is not None, "the run serves this judge"
-        model, key = PREFIX + judge.served_by, gateway.api_key
-        if judge.served_by == INITIAL:
-            return Endpoint(f"{gateway.url}/v1", model, key)
-        engine = gateway.engine
-        return Endpoint(f"{gateway.url}/v1", model, key, lambda: engine.version)
-
     judges = {
-        name: Judge(reward.judge, endpoint(reward.judge), store, limits, seed)
+        name: Judge(reward.judge, endpoint_of(reward.judge, limits, gateway), store, limits, seed)
         for name, reward in rewards.items()
         if reward.judge
     }

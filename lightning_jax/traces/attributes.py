@@ -58,5 +58,6 @@ MALFORMED_TOOL_CALLS = "lightning.malformed_tool_calls"  # in the response; set 
 PREFIX_BREAKS = "lightning.prefix_breaks"  # 1 if a replayed response is not a prefix of this prompt
 REQUEST_MIN_P = "lightning.min_p"  # requested min-p
 CHAT_TEMPLATE_KWARGS = "lightning.chat_template_kwargs"  # JSON; set if the request sent some
+PROMPTS = "lightning.prompts"  # of a rollout: JSON of the prompts that its agent got, if any
 CHOICE_INDEX = "lightning.choice_index"  # of a call with several choices
 DROPPED_ATTRIBUTES = "lightning.dropped_attributes"  # of a posted span: number that were too long

@@ -23,8 +23,10 @@ from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
 from lightning_jax.rollouts.config import (
     INITIAL,
     AgentConfig,
+    PromptSearchConfig,
     RewardConfig,
     RolloutConfig,
+    check_prompt_search,
     check_rewards,
 )
 from lightning_jax.schema import (
@@ -331,6 +333,9 @@ class Config(Section):
     reward_rules: dict[str, RewardRule] = field(default_factory=dict)  # by name
     # Components of a rollout's reward, by name; empty: what the agent returned.
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    # Texts by name that the agent reads as llm.prompts["NAME"] (docs/howto/improve_prompts.md).
+    prompts: dict[str, str] = field(default_factory=dict)
+    prompt_search: PromptSearchConfig = field(default_factory=PromptSearchConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -360,6 +365,9 @@ class Config(Section):
         _check_initial(self.initial_users, self.policies, self.model)
         check_ahead(self.rollout, self.algorithm)
         check_external(self.agent, self.rollout, self.algorithm)
+        check_prompt_search(
+            self.prompt_search, self.prompts, self.agent, self.rollout, self.policies
+        )
         if self.data.sampler == "difficulty" and self.agent.external:
             raise InvalidValue(
                 "data.sampler is difficulty and agent.external is true, so programs outside choose "
@@ -396,15 +404,30 @@ class Config(Section):
     def initial_users(self) -> list[str]:
         """Return the settings that ask for the weights from the start of the run."""
         judges = {name: reward.judge for name, reward in self.rewards.items() if reward.judge}
-        return [
-            f"roles.{name}.served_by"
-            for name, role in self.roles.items()
-            if role.served_by == INITIAL
-        ] + [
-            f"rewards.{name}.judge.served_by"
-            for name, judge in judges.items()
-            if judge.served_by == INITIAL
-        ]
+        return (
+            [
+                f"roles.{name}.served_by"
+                for name, role in self.roles.items()
+                if role.served_by == INITIAL
+            ]
+            + [
+                f"rewards.{name}.judge.served_by"
+                for name, judge in judges.items()
+                if judge.served_by == INITIAL
+            ]
+            + ["prompt_search.served_by"] * self._proposes_initially
+        )
+
+    @property
+    def _proposes_initially(self) -> bool:
+        """True if the initial weights propose prompts."""
+        return self.prompt_search.every > 0 and self.prompt_search.served_by == INITIAL
+
+    @property
+    def asked_models(self) -> list[str]:
+        """Who answers the judges, and the search for prompts if there is one."""
+        judges = [reward.judge.served_by for reward in self.rewards.values() if reward.judge]
+        return judges + [self.prompt_search.served_by] * bool(self.prompt_search.every)
 
     @property
     def teacher_model(self) -> str | None:

@@ -10,6 +10,7 @@ SETTINGS, SOURCES, METRICS = "config.yaml", "sources.json", "metrics.jsonl"
 STORE, CHECKPOINTS = "store.sqlite", "checkpoints"
 LOCK, ENDED = "run.lock", "ended.json"
 SINKS_OPENED = "sinks.json"  # id of the run for metric sinks, and those that know it
+PROMPTS = "prompts.yaml"  # those that searches chose, by step
 EXPORTED = "policy.json"  # step of the weights in `policy`; absent while they are written
 
 

@@ -17,6 +17,7 @@ from lightning_jax.models.lora import merged, overlay, trained_part
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.rollouts.agents import AgentFunction
 from lightning_jax.rollouts.collect import with_ids
+from lightning_jax.rollouts.config import PromptSearchConfig
 from lightning_jax.rollouts.failures import FailureWatch
 from lightning_jax.rollouts.metrics import eval_metrics, eval_metrics_by
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
@@ -28,6 +29,7 @@ from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import find_weights
 from lightning_jax.train.progress import Progress, show_progress
+from lightning_jax.train.prompt_search import present_prompts, read_chosen
 from lightning_jax.train.serving import routing_of
 from lightning_jax.train.startup import load_trainable, open_service, with_dtypes
 from lightning_jax.types import Metrics, Rollout, Task
@@ -127,6 +129,7 @@ async def open_runner(
     are unusable.
     """
     made = choose_agent(config.agent, agent, tasks)
+    config = replace(config, prompt_search=PromptSearchConfig())  # its model is not needed
     if source.server is not None:
         remote = RemoteEngine(source.label(config), config.serve)
         gateway = Gateway(remote, store, routing=remote_routing(config.roles, source.server))
@@ -134,6 +137,8 @@ async def open_runner(
     else:
         gateway, engines = serve_policies(with_dtypes(config), source, store)
     async with open_service(gateway, engines, made, config) as runner:
+        if source.run_dir is not None:
+            runner.prompts.update(present_prompts(config.prompts, read_chosen(source.run_dir)))
         yield runner
 
 

@@ -38,6 +38,7 @@ from lightning_jax.train.monitors import (
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.progress import Progress
+from lightning_jax.train.prompt_search import PromptSearch
 from lightning_jax.train.runtime import return_freed_memory
 from lightning_jax.train.serving import ServedPolicy
 from lightning_jax.train.state import Replica
@@ -62,12 +63,13 @@ class Run:
         leader: Leader[Replica],
         policies: Sequence[ServedPolicy],
         runner: Runner,
+        search: PromptSearch,
         hints: Hints | None = None,
     ) -> None:
         self.config, self.directory, self.model = config, Path(config.run_dir), model
         self.pipelines, self.leader, self.replica = pipelines, leader, leader.target
         self.policies, self.gateway, self.store = policies, runner.gateway, runner.store
-        self.hints = hints
+        self.search, self.hints = search, hints
         self.progress = Progress(lambda: self.gateway.stats()["serve/tokens_generated"])
         self.compiling = CompileAhead(self.replica, config.total_steps - self.step)
         self.collector = Collector(
@@ -102,12 +104,13 @@ class Run:
         if the gradients of too many steps in a row were not finite.
         """
         served = self.gateway.stats()
+        searched = await self.search.search_if_due(self.step)
         prepare = self._demonstrations if self._is_warmup else self._policy_sequences
         # Beside the rollouts, which get the first slots. Both use the weights of this step.
         evaluating = asyncio.create_task(self.evaluate())
         try:
             sequences, metrics = await prepare()
-            row = await evaluating
+            row = searched | await evaluating
         finally:
             evaluating.cancel()
             await asyncio.gather(evaluating, return_exceptions=True)

@@ -122,11 +122,11 @@ def _name_of(config: Config) -> str:
 
 def _check_judges(config: Config) -> None:
     """Raise ConfigError for a judge that the run's own gateway would have to answer."""
-    for role in judge_roles(config.rewards):
+    for role in judge_roles(config.asked_models):
         raise ConfigError(
-            f"cluster.samplers is {config.cluster.samplers} and a reward has the judge {role!r}, "
-            "which samplers do not serve; set rewards.NAME.judge.served_by to the URL of a server, "
-            "or cluster.samplers to 0.",
+            f"cluster.samplers is {config.cluster.samplers} and a judge or the prompt search asks "
+            f"{role!r}, which samplers do not serve; set rewards.NAME.judge.served_by or "
+            "prompt_search.served_by to the URL of a server, or cluster.samplers to 0.",
             reason="conflict",
             key="cluster.samplers",
         )
@@ -134,7 +134,7 @@ def _check_judges(config: Config) -> None:
 
 def routing_of(config: Config) -> Routing:
     """Return who answers and trains which calls, those of judges included."""
-    return Routing(judge_roles(config.rewards) | config.roles, config.policies)
+    return Routing(judge_roles(config.asked_models) | config.roles, config.policies)
 
 
 def _responders(config: Config, engines: Sequence[Engine]) -> Engine | LoopsByPolicy:

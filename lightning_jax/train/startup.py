@@ -38,6 +38,7 @@ from lightning_jax.train.hints import make_hints
 from lightning_jax.train.memory import plan
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
+from lightning_jax.train.prompt_search import PromptSearch
 from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects, return_freed_memory
@@ -113,7 +114,8 @@ async def open_run(
             served.workers,
         )
         runner = await at_end.enter_async_context(service)
-        run = Run(replica.config, model, pipelines, leader, served.policies, runner, hints)
+        search = PromptSearch(config, runner, train_tasks, replica.step)
+        run = Run(replica.config, model, pipelines, leader, served.policies, runner, search, hints)
         at_end.push_async_exit(lambda _, error, __: run.close(error))
         yield run
 
@@ -153,7 +155,8 @@ async def open_service(
         store, decode = gateway.store, gateway.engine.tokenizer.decode
         assert store is not None, "rollouts are recorded"
         scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
-        yield Runner(running, gateway, config.rollout, config.seed, scorer, server)
+        prompts = dict(config.prompts)
+        yield Runner(running, gateway, config.rollout, config.seed, scorer, server, prompts)
 
 
 async def _no_agent(task: Task, llm: LLM) -> float:

@@ -98,7 +98,8 @@ async def _run_steps(run: Run, total_steps: int, bar: tqdm) -> None:
             bar.update()
     finally:
         await run.collector.groups.close()
-    if final := await run.evaluate():
+    searched = await run.search.search_if_due(run.step)
+    if final := searched | await run.evaluate():
         run.metrics.write(run.step, final)
 
 

@@ -6,7 +6,7 @@ from note_rewards import complete, follows, novelty, similarity
 from lightning_jax.rollouts.rewards import Attempt
 
 TASK = {
-    "question": "Write one or two sentences about a bakery. Use the words warm and early.",
+    "question": "Write one short sentence about a bakery. Use the words warm and early.",
     "topic": "a bakery",
     "words": ["warm", "early"],
 }
@@ -31,18 +31,17 @@ def test_words_and_topic_count_once_each(text: str, share: float) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("Bread is warm. We open early!", 1.0),
         ("Our bread is always warm... ", 0.0),  # five words
         ("Our bread is always very warm... ", 1.0),
-        ("Bread is warm. We open early. Come in.", 0.0),
-        ("Bread is warm. We open early", 0.0),
+        ("Our bread is warm. We open early!", 0.0),
+        ("Our bread is always very warm", 0.0),
         ("warm " * 40 + ".", 1.0),
         ("warm " * 41 + ".", 0.0),
         ("1. 2.", 0.0),
         ("", 0.0),
     ],
 )
-def test_complete_notes_are_one_or_two_whole_sentences(text: str, value: float) -> None:
+def test_complete_notes_are_one_whole_sentence(text: str, value: float) -> None:
     assert complete(TASK, attempt(text)) == value
 
 

@@ -3,7 +3,7 @@
 import note_writer
 from scripted_server import serving
 
-TASK = {"id": "train0", "question": "Write one or two sentences about a zoo."}
+TASK = {"id": "train0", "question": "Write one short sentence about a zoo."}
 
 
 async def test_the_request_is_the_prompt_and_no_reward_is_returned() -> None:

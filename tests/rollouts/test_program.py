@@ -20,6 +20,7 @@ from test_runner import SERVE, TASKS, TOY, _model_and_engine
 from lightning_jax.rollouts import process, program
 from lightning_jax.rollouts.agents import Agent, load_agent
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
+from lightning_jax.rollouts.leased_work import LeasedWork
 from lightning_jax.rollouts.process import MAX_OUTPUT, run_program
 from lightning_jax.rollouts.program import MAX_VARIABLE, inherited, make_agent, program_environment
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
@@ -94,6 +95,21 @@ async def test_options_reach_functions_and_programs(tmp_path: Path) -> None:
     ):
         with raises_coded(ConfigError, reason, key):
             make_agent(AgentConfig(function, python=python, options={"sizes": 3}))
+
+
+async def test_prompts_reach_functions_and_programs(tmp_path: Path) -> None:
+    file = tmp_path / "prompted.py"
+    file.write_text("async def run(task, llm):\n    return len(llm.prompts['writer'])\n")
+    llm = replace(URL, prompts={"writer": "be brief"})
+    echo = ["sh", "-c", 'test "$LIGHTNING_PROMPTS" = \'{"writer": "be brief"}\' && echo 8']
+    for config in (
+        AgentConfig(f"{file}:run"),
+        AgentConfig(f"{file}:run", python=sys.executable),
+        AgentConfig(command=echo),
+    ):
+        assert await make_agent(config)({"id": "a"}, llm) == 8
+    work = LeasedWork("r", {"id": "a"}, llm, 1.0, 1, 1.0)
+    assert LeasedWork.from_json(json.loads(work.to_json())) == work
 
 
 # ---- Input of a program --------------------------------------------------------------------------

@@ -85,6 +85,14 @@ class Product:
         return await self.end(opened, reward=await self.answer(opened))
 
 
+async def test_a_product_gets_the_prompts(tmp_path: Path) -> None:
+    config = replace(_config(tmp_path / "run"), prompts={"writer": "be brief"})
+    async with _serving(config) as (_, product):
+        opened = await product.open(task={"question": "a"})
+        assert opened["prompts"] == {"writer": "be brief"}
+        await product.end(opened, reward=1.0)
+
+
 @asynccontextmanager
 async def _serving(config: Config, tasks: list[Task] = TASKS) -> AsyncIterator[tuple[Any, Product]]:
     """Yield a run that takes rollouts but makes no step, and a product."""

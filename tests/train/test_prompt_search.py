@@ -1,0 +1,216 @@
+"""Tests of the search for prompts, with a stand-in for the model that proposes them."""
+
+import asyncio
+import dataclasses
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy_agent
+from coded import raises_coded
+from scripted_server import Script, serving
+from test_groups import _config as groups_config
+
+from lightning_jax.errors import InvalidValue
+from lightning_jax.rollouts.config import PromptSearchConfig
+from lightning_jax.settings import ConfigError
+from lightning_jax.traces import attributes
+from lightning_jax.traces.store import Store
+from lightning_jax.train import trainer
+from lightning_jax.train.config import Config
+from lightning_jax.train.inference import evaluate
+from lightning_jax.train.metric_descriptions import describe
+from lightning_jax.train.metrics import read_metrics
+from lightning_jax.train.prompt_search import (
+    PHASE,
+    Chosen,
+    choose_tasks,
+    is_due,
+    present_prompts,
+    read_chosen,
+)
+from lightning_jax.types import LLM, Prompts, Rollout, Task
+
+TASKS: list[Task] = [{"id": f"t{i}", "question": "abcdefgh"[i]} for i in range(8)]
+GOOD = "Here it is:\n```\nbe good\n```"
+SEARCH: dict[str, Any] = dict(num_train=2, num_dev=2, minibatch=2, max_rollouts=12)
+
+
+async def prompted(task: Task, llm: LLM) -> float:
+    """Call the policy, and earn what the prompt says plus a little for the reply."""
+    return float("good" in llm.prompts["writer"]) + 0.1 * await toy_agent.run(task, llm)
+
+
+def config(run_dir: Path, server: Script | None = None, every: int = 2, **changes: Any) -> Config:
+    named = {} if server is None else {"served_by": server.base_url, "served_model": "m"}
+    search = PromptSearchConfig(every=every, **SEARCH, **named)
+    made = dataclasses.replace(groups_config(run_dir, retry_delay_s=0.0), num_steps=2)
+    return dataclasses.replace(
+        made, prompts={"writer": "be brief"}, prompt_search=search, **changes
+    )
+
+
+def stored(run_dir: Path, phase: str) -> list[Rollout]:
+    with closing(Store(run_dir / "store.sqlite", read_only=True)) as store:
+        return store.rollouts(phase=phase)
+
+
+def prompts_of(run_dir: Path, rollouts: list[Rollout]) -> Counter[str]:
+    with closing(Store(run_dir / "store.sqlite", read_only=True)) as store:
+        spans = [span for r in rollouts for span in store.spans(r.rollout_id)]
+    found = [span.attributes.get(attributes.PROMPTS) for span in spans]
+    return Counter(text for text in found if text)
+
+
+def test_a_prompt_that_is_not_declared_is_one_sentence():
+    llm = LLM("u", "k", "m", {"writer": "be brief"})
+    assert llm.prompts["writer"] == "be brief" and LLM(**dataclasses.asdict(llm)) == llm
+    with pytest.raises(KeyError, match=r"prompts\.reader"):
+        llm.prompts["reader"]
+    assert Prompts() == {}
+
+
+def test_searches_come_before_every_nth_policy_step(tmp_path: Path):
+    made = config(tmp_path, every=2)
+    assert [step for step in range(4) if is_due(made, step)] == [0]
+    longer = dataclasses.replace(made, num_steps=5)
+    assert [step for step in range(7) if is_due(longer, step)] == [0, 2, 4]
+    assert is_due(dataclasses.replace(made, num_steps=0), 0)
+    never = dataclasses.replace(made, prompt_search=PromptSearchConfig())
+    assert not is_due(never, 0)
+
+
+def test_tasks_that_choose_are_others_than_those_that_are_read():
+    search = PromptSearchConfig(num_train=3, num_dev=5)
+    train, dev = choose_tasks(TASKS, search, seed=1)
+    assert len(train) == 3 and sorted(task["id"] for task in (*train, *dev)) == [
+        task["id"] for task in TASKS
+    ]
+    assert choose_tasks(TASKS, search, seed=1) == (train, dev)
+    with raises_coded(ConfigError, "too_few", "prompt_search.num_dev"):
+        choose_tasks(TASKS[:7], search, seed=1)
+
+
+def test_present_prompts_are_the_last_chosen_up_to_a_step():
+    chosen = [Chosen(0, {"a": "one", "gone": "x"}), Chosen(4, {"a": "two"})]
+    assert present_prompts({"a": "zero", "b": "new"}, chosen) == {"a": "two", "b": "new"}
+    assert present_prompts({"a": "zero"}, chosen, step=3) == {"a": "one"}
+
+
+async def test_a_better_prompt_is_found_used_and_kept(tmp_path: Path):
+    async with serving([GOOD] * 20) as server:
+        made = config(tmp_path / "run", server)
+        rows = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+        number = len(server.bodies)
+        assert number >= 1 and "be brief" in server.bodies[0]["messages"][0]["content"]
+        assert "reward 0" in server.bodies[0]["messages"][0]["content"]
+        # The same command does nothing more: neither a search nor a rollout is repeated.
+        again = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+        assert len(server.bodies) == number and len(again) == len(rows)
+    first = rows[0]
+    assert first["prompts/changed"] == 1.0 and first["prompts/failed"] == 0.0
+    assert first["prompts/score_before"] < 0.5 < 1.0 <= first["prompts/score_after"]
+    assert "prompts/changed" not in rows[1]
+    assert all(describe(name) for name in first if name.startswith("prompts/"))
+    (chosen,) = read_chosen(tmp_path / "run")
+    assert chosen.step == 0 and chosen.prompts == {"writer": "be good"}
+    searched = stored(tmp_path / "run", PHASE)
+    assert len(searched) == first["prompts/num_rollouts"] <= 12 + 2
+    assert {r.task_id for r in searched} <= {task["id"] for task in TASKS[:6]}
+    used = prompts_of(tmp_path / "run", searched)
+    assert used['{"writer": "be brief"}'] >= 4 and used['{"writer": "be good"}'] >= 2
+    trained = stored(tmp_path / "run", "train")
+    assert len(trained) == 12 and all(r.reward is not None and r.reward >= 1 for r in trained)
+    assert set(prompts_of(tmp_path / "run", trained)) == {'{"writer": "be good"}'}
+    assert rows[0]["rollout/num_rollouts"] == 6.0
+    # An evaluation of the run uses them, too.
+    rollouts, _ = await evaluate(made, TASKS[:2], agent=prompted, run_dir=tmp_path / "run")
+    assert all(rollout.reward is not None and rollout.reward >= 1 for rollout in rollouts)
+
+
+async def test_prompts_that_earn_no_more_change_nothing(tmp_path: Path):
+    async with serving(["```\nbe quick\n```"] * 40) as server:
+        made = config(tmp_path / "run", server, num_steps=0)
+        rows = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+    (row,) = rows  # without policy steps, the search is all there is
+    assert row["prompts/changed"] == 0.0 and row["prompts/num_rollouts"] > 2
+    assert read_chosen(tmp_path / "run")[0].prompts == {"writer": "be brief"}
+
+
+@pytest.mark.parametrize("replies", [[500] * 40, [""] * 40], ids=["down", "empty"])
+async def test_a_model_that_fails_leaves_the_prompts(tmp_path: Path, replies: list[Any], caplog):
+    async with serving(replies) as server:
+        made = config(tmp_path / "run", server)
+        rows = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+    assert rows[0]["prompts/failed"] == 1.0 and rows[0]["prompts/failed_calls"] >= 1.0
+    assert rows[0]["prompts/changed"] == 0.0 and rows[0]["rollout/num_rollouts"] == 6.0
+    assert "ended early" in caplog.text
+
+
+async def test_a_proposal_that_is_too_long_is_refused(tmp_path: Path):
+    async with serving([f"```\n{'good ' * 50}\n```"] * 40) as server:
+        made = config(tmp_path / "run", server, num_steps=0)
+        made = dataclasses.replace(
+            made, prompt_search=dataclasses.replace(made.prompt_search, max_chars=100)
+        )
+        (row,) = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+    assert row["prompts/num_refused"] >= 1.0 and row["prompts/changed"] == 0.0
+
+
+async def test_a_search_that_a_stop_ends_is_begun_again_with_new_rollouts(tmp_path: Path):
+    calls = 0
+
+    async def slow(task: Task, llm: LLM) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            training.cancel()
+        return await prompted(task, llm)
+
+    async with serving([GOOD] * 20) as server:
+        made = config(tmp_path / "run", server)
+        training = asyncio.create_task(trainer.train(made, TASKS[:6], TASKS[6:], agent=slow))
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert read_chosen(tmp_path / "run") == []
+        before = {rollout.rollout_id for rollout in stored(tmp_path / "run", PHASE)}
+        assert before
+        rows = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+    assert rows[0]["prompts/changed"] == 1.0
+    ids = [rollout.rollout_id for rollout in stored(tmp_path / "run", PHASE)]
+    assert len(set(ids)) == len(ids) == len(before) + rows[0]["prompts/num_rollouts"]
+
+
+async def test_the_initial_policy_can_propose(tmp_path: Path):
+    made = config(tmp_path / "run")
+    serve = dataclasses.replace(made.serve, max_len=2048, prefill_buckets=(512,))
+    batch = dataclasses.replace(made.batch, row_len=2048)
+    search = dataclasses.replace(made.prompt_search, max_tokens=16)
+    made = dataclasses.replace(made, serve=serve, batch=batch, prompt_search=search, num_steps=0)
+    (row,) = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+    assert row["prompts/calls"] >= 1.0 and row["prompts/failed_calls"] == 0.0
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["prompts/changed"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"prompts": {}}, "prompts"),
+        ({"prompts": {"a b": "text"}}, "prompts.a b"),
+        ({"prompts": {"a": " "}}, "prompts.a"),
+        ({"prompt_search": PromptSearchConfig(every=1, served_by="nobody")}, None),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path: Path, changes: Any, key: str | None):
+    with pytest.raises(InvalidValue) as caught:
+        dataclasses.replace(config(tmp_path), **changes)
+    assert caught.value.key == (key or "prompt_search.served_by")
+
+
+def test_rollouts_ahead_are_refused(tmp_path: Path):
+    made = config(tmp_path)
+    with pytest.raises(InvalidValue) as caught:
+        dataclasses.replace(made, rollout=dataclasses.replace(made.rollout, ahead=2))
+    assert caught.value.key == "rollout.ahead"
