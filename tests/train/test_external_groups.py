@@ -85,14 +85,6 @@ class Product:
         return await self.end(opened, reward=await self.answer(opened))
 
 
-async def test_a_product_gets_the_prompts(tmp_path: Path) -> None:
-    config = replace(_config(tmp_path / "run"), prompts={"writer": "be brief"})
-    async with _serving(config) as (_, product):
-        opened = await product.open(task={"question": "a"})
-        assert opened["prompts"] == {"writer": "be brief"}
-        await product.end(opened, reward=1.0)
-
-
 @asynccontextmanager
 async def _serving(config: Config, tasks: list[Task] = TASKS) -> AsyncIterator[tuple[Any, Product]]:
     """Yield a run that takes rollouts but makes no step, and a product."""
@@ -146,9 +138,11 @@ async def test_live_traffic_trains_the_policy(tmp_path: Path) -> None:
 async def test_rollouts_of_one_name_are_a_group_and_a_full_one_is_followed_by_another(
     tmp_path: Path,
 ) -> None:
-    async with _serving(_config(tmp_path)) as (groups, product):
+    config = replace(_config(tmp_path), prompts={"writer": "be brief"})
+    async with _serving(config) as (groups, product):
         taking = await _taking(groups, 0, 2)
         first = await product.open(task={"question": "q", "id": "x"})
+        assert first["prompts"] == {"writer": "be brief"}
         other = await product.open(task_id="known")
         joined = await product.open(task={"question": "q", "id": "x"})
         third = await product.open(task={"question": "q", "id": "x"})

@@ -44,7 +44,9 @@ async def prompted(task: Task, llm: LLM) -> float:
 
 
 def config(run_dir: Path, server: Script | None = None, every: int = 2, **changes: Any) -> Config:
-    named = {} if server is None else {"served_by": server.base_url, "served_model": "m"}
+    named: dict[str, Any] = (
+        {} if server is None else {"served_by": server.base_url, "served_model": "m"}
+    )
     search = PromptSearchConfig(every=every, **SEARCH, **named)
     made = dataclasses.replace(groups_config(run_dir, retry_delay_s=0.0), num_steps=2)
     return dataclasses.replace(
