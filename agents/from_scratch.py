@@ -15,14 +15,18 @@ from typing import Any
 import openai
 
 sys.path.insert(0, str(Path(__file__).parent))  # missing when this file is loaded by path
-from sum_answers import HINT, answer_of, first_messages, reward
+from sum_answers import HINT, SYSTEM, answer_of, first_messages, reward
 
 MAX_REPLIES = 2
 
 
 async def solve(task: dict[str, Any], llm: Any) -> list[str]:
-    """Return the model's replies in order. `llm` has base_url, api_key and model."""
-    messages: list[Any] = first_messages(task["question"])
+    """Return the model's replies in order. `llm` has base_url, api_key and model.
+
+    If it has a prompt `system`, that is the system message.
+    """
+    system = getattr(llm, "prompts", {}).get("system", SYSTEM)
+    messages: list[Any] = first_messages(task["question"], system)
     replies: list[str] = []
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
         while len(replies) < MAX_REPLIES:
@@ -41,6 +45,11 @@ async def run(task: dict[str, Any], llm: Any) -> dict[str, float]:
     """Return the last reply's reward, divided by the number of replies."""
     replies = await solve(task, llm)
     return {"reward": reward(task, replies[-1]) / len(replies), "replies": len(replies)}
+
+
+def hint(task: dict[str, Any]) -> str:
+    """Return the answer for a teacher to read (docs/howto/learn_from_hints.md)."""
+    return f"Answer: {task['answer']}"
 
 
 def main() -> None:

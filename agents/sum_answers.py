@@ -6,15 +6,16 @@ A task is a dict with `question`, such as "What is 17 + 25?", and `answer`, the 
 import re
 from typing import Any
 
+SYSTEM = "You add numbers. Reply with one line: Answer: NUMBER"
 HINT = "That has no line such as: Answer: 12. Reply with one."
 
 _ANSWER = re.compile(r"^\W*Answer\W*:\W*?(-?\d+)(?![\d.,]*\d)", re.I | re.M)
 
 
-def first_messages(question: str) -> list[dict[str, Any]]:
+def first_messages(question: str, system: str = SYSTEM) -> list[dict[str, Any]]:
     """Return a conversation with an example, up to the question."""
     return [
-        {"role": "system", "content": "You add numbers. Reply with one line: Answer: NUMBER"},
+        {"role": "system", "content": system},
         {"role": "user", "content": "What is 2 + 3?"},
         {"role": "assistant", "content": "Answer: 5"},
         {"role": "user", "content": question},

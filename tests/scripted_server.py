@@ -18,6 +18,7 @@ class Script:
     base_url: str = ""
     api_key: str = "secret"
     model: str = "policy"
+    prompts: dict[str, str] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Any] = field(default_factory=list)
     other_paths: list[str] = field(default_factory=list)

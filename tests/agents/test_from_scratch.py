@@ -3,7 +3,7 @@
 import from_scratch
 import pytest
 from scripted_server import serving
-from sum_answers import HINT
+from sum_answers import HINT, SYSTEM
 
 TASK = {"id": "s0", "question": "What is 17 + 25?", "answer": 42}
 
@@ -27,3 +27,12 @@ async def test_the_last_reply_is_rewarded(replies: list[str], result: dict[str, 
     if len(replies) == 2:
         reply, hint = server.bodies[1]["messages"][4:]
         assert (reply["content"], hint["content"]) == (replies[0], HINT)
+
+
+async def test_a_prompt_of_the_run_is_the_system_message() -> None:
+    async with serving(["Answer: 42"] * 2) as server:
+        await from_scratch.run(TASK, server)
+        server.prompts = {"system": "Add."}
+        await from_scratch.run(TASK, server)
+        first, second = (body["messages"][0]["content"] for body in server.bodies)
+    assert (first, second) == (SYSTEM, "Add.")

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import compare_signals
 import pytest
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "experiments" / "configs"
 
 
-@pytest.mark.parametrize("task", ["spider", "calcx"])
+@pytest.mark.parametrize("task", ["spider", "calcx", "sums"])
 @pytest.mark.parametrize("signal", compare_signals.SIGNALS)
 def test_each_signal_is_a_config_of_each_task(task: str, signal: str) -> None:
     path = str(CONFIGS / f"{task}_cpu.yaml")
@@ -23,7 +24,8 @@ def test_each_signal_is_a_config_of_each_task(task: str, signal: str) -> None:
     settings = compare_signals.settings_of(signal, config)
     made = load_config(Config, [path, *settings])
     assert (made.distill.hint is not None) == signal.startswith("hint")
-    assert (made.warmup.num_steps == 0) == (signal in ("grpo", "hint", "hint_grpo"))
+    has_warmup = config.warmup.num_steps > 0 and signal not in ("grpo", "hint", "hint_grpo")
+    assert (made.warmup.num_steps > 0) == has_warmup
     if signal == "hint_grpo":
         assert (made.distill.final_coef, made.distill.anneal_steps) == (0.0, config.num_steps)
 
@@ -36,6 +38,7 @@ def test_each_signal_is_a_config_of_each_task(task: str, signal: str) -> None:
             {"query": "SELECT name FROM pet;"},
             "Answer: SELECT name FROM pet;\nCopy this answer.",
         ),
+        ("from_scratch", {"question": "What is 17 + 25?", "answer": 42}, "Answer: 42"),
         ("calcx_math", {"question": "Two and 2?", "result": "4"}, "The answer is 4."),
         (
             "calcx_math",
@@ -48,7 +51,7 @@ def test_each_signal_is_a_config_of_each_task(task: str, signal: str) -> None:
         ),
     ],
 )
-def test_hints_of_the_agents_tell_the_answer(agent: str, task: dict[str, str], hint: str) -> None:
+def test_hints_of_the_agents_tell_the_answer(agent: str, task: dict[str, Any], hint: str) -> None:
     function = load_function(f"{ROOT / 'agents' / agent}.py:hint")
     assert function(task) == hint
 
