@@ -84,6 +84,8 @@ def main() -> int:
             if directory.exists():
                 runs[name].append(str(directory))
     groups = [",".join(found) for found in runs.values() if found]
+    if sum(map(len, runs.values())) < 2:
+        parser.exit(0, "there is nothing to compare with yet: only one run has finished\n")
     return lightning_jax(
         ["compare", *groups, "--axis", args.axis, "--png", str(parent / "signals.png")]
     )

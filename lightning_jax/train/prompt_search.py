@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import yaml
 
 from lightning_jax.gateway.sessions import derive_seed
-from lightning_jax.rollouts.chat import ChatCounts, ChatFailed, ask, endpoint_of
+from lightning_jax.rollouts.chat import ChatCounts, ChatFailed, Endpoint, ask, endpoint_of
 from lightning_jax.rollouts.config import PromptSearchConfig
 from lightning_jax.rollouts.rewards import attempt_of
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, TooManyFailures, run_requests
@@ -133,8 +133,9 @@ class PromptSearch:
         started, names = time.monotonic(), sorted(self._runner.prompts)
         log.info("step %d: searching for better prompts (%s)", step, ", ".join(names))
         before = dict(self._runner.prompts)
-        running = _Search(self, self._runner, self._config, step, asyncio.get_running_loop())
-        chosen = await running.run(self._gepa, self._endpoint, self._tasks, before)
+        loop = asyncio.get_running_loop()
+        running = _Search(self._runner, self._config, self._endpoint, step, loop)
+        chosen = await running.run(self._gepa, self._tasks, before)
         self._runner.prompts.update(chosen.prompts)
         self._chosen = [entry for entry in self._chosen if entry.step != step] + [chosen]
         text = yaml.safe_dump(
@@ -175,9 +176,9 @@ class _Evaluated:
 class _Search:
     """One search: the adapter that GEPA calls from its thread."""
 
-    owner: PromptSearch
     runner: Runner
     config: Config
+    endpoint: Endpoint  # of the model that proposes
     step: int
     loop: asyncio.AbstractEventLoop
     counts: ChatCounts = field(default_factory=ChatCounts)
@@ -201,11 +202,9 @@ class _Search:
             "prompts/tokens": float(self.counts.tokens),
         }
 
-    async def run(
-        self, gepa: Any, endpoint: Any, tasks: Sequence[Task], before: dict[str, str]
-    ) -> Chosen:
+    async def run(self, gepa: Any, tasks: Sequence[Task], before: dict[str, str]) -> Chosen:
         """Return what the search chose. If cancelled, end its rollouts first."""
-        search, self._endpoint = self.config.prompt_search, endpoint
+        search = self.config.prompt_search
         seed = derive_seed(self.config.seed, "prompts", self.step)
         train, dev = choose_tasks(tasks, search, seed)
         stored = await self.runner.store.in_order(
@@ -286,7 +285,7 @@ class _Search:
         search = self.config.prompt_search
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         body: dict[str, object] = {
-            "model": self._endpoint.model,
+            "model": self.endpoint.model,
             "messages": given,
             "temperature": search.temperature,
             "max_tokens": search.max_tokens,
@@ -294,7 +293,7 @@ class _Search:
         }
         limits = self.config.rollout
         try:
-            return self._wait(ask(self._endpoint, body, limits, self.counts, _check_text))
+            return self._wait(ask(self.endpoint, body, limits, self.counts, _check_text))
         except ChatFailed as error:
             self.failure = str(error)
             raise

@@ -74,7 +74,7 @@ def run_answer(run: WatchedRun) -> Json:
     summary = run.summary()
     with run.listing() as listing:
         worst_group = find_worst_group(listing, summary)
-        steps = {phase: listing.steps(phase) for phase in ("train", "eval")}
+        steps = {phase: listing.steps(phase) for phase in ("train", "eval", "prompt")}
         failures = [
             Failure(status, _name(reason), number, example, printable(cut(detail or "", 300)))
             for status, reason, number, example, detail in listing.failures()
@@ -85,6 +85,7 @@ def run_answer(run: WatchedRun) -> Json:
         "metrics": sorted({name for row in summary.rows for name in row} - {"step"}),
         "train_steps": steps["train"],
         "eval_steps": steps["eval"],
+        "prompt_steps": steps["prompt"],
         "failures": [asdict(failure) for failure in failures],
         "settings": [
             {"name": name, "value": printable(str(value))}

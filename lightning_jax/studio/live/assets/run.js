@@ -200,7 +200,9 @@ function failureTable(key, failures) {
 
 function controls(run, change) {
   const all = [["", "all"]];
-  const steps = kept.phase === "eval" ? run.eval_steps : run.train_steps;
+  const steps = run[`${kept.phase}_steps`];
+  const phases = [["train", "training"], ["eval", "evaluation"]];
+  if (run.prompt_steps.length) phases.push(["prompt", "search for prompts"]);
   const newest = [...steps].reverse().map((step) => [String(step), String(step)]);
   if (!steps.map(String).includes(kept.step)) kept.step = "";
   const search = element("input", { type: "search", value: kept.text,
@@ -210,7 +212,7 @@ function controls(run, change) {
   const statuses = Object.keys(run.rollouts).map((name) => [name, words(name)]);
   return [element("h2", {}, "Rollouts"), element("div", { class: "controls" },
     select("show", [["groups", "groups"], ["rollouts", "rollouts"]], kept.list, change("list")),
-    select("phase", [["train", "training"], ["eval", "evaluation"]], kept.phase, change("phase")),
+    select("phase", phases, kept.phase, change("phase")),
     select("step", [...all, ...newest], kept.step, change("step")),
     kept.list === "groups"
       ? select("order", [["task", "newest"], ["worst", "worst reward"], ["spread", "rewards differ most"]],
