@@ -19,7 +19,7 @@ import yaml
 
 from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.rollouts.chat import ChatCounts, ChatFailed, Endpoint, ask, endpoint_of
-from lightning_jax.rollouts.config import PromptSearchConfig
+from lightning_jax.rollouts.config import PromptSearchConfig, key_of
 from lightning_jax.rollouts.rewards import attempt_of
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, TooManyFailures, run_requests
 from lightning_jax.settings import ConfigError
@@ -100,16 +100,21 @@ def choose_tasks(
     return drawn[: search.num_train], drawn[search.num_train :]
 
 
+def check_search(config: Config, tasks: Sequence[Task]) -> None:
+    """Raise UserError if the package, a key or tasks are missing that a search needs."""
+    if config.prompt_search.every:
+        import_optional("gepa", PACKAGE)
+        key_of(config.prompt_search)
+        choose_tasks(tasks, config.prompt_search, 0)
+
+
 class PromptSearch:
     """Searches of one run. They change `runner.prompts`."""
 
     def __init__(
         self, config: Config, runner: Runner, tasks: Sequence[Task], step: int = 0
     ) -> None:
-        """Take over what earlier searches chose up to `step`.
-
-        Raises UserError if the package, the key or enough tasks are missing.
-        """
+        """Take over what earlier searches chose up to `step`."""
         self._config, self._search, self._runner = config, config.prompt_search, runner
         self._tasks, self._directory = tasks, Path(config.run_dir)
         self._chosen = read_chosen(self._directory)
@@ -117,7 +122,6 @@ class PromptSearch:
         if self._search.every:
             self._gepa = import_optional("gepa", PACKAGE)
             self._endpoint = endpoint_of(self._search, config.rollout, runner.gateway)
-            choose_tasks(tasks, self._search, 0)
 
     async def search_if_due(self, step: int) -> Metrics:
         """Search for better prompts before `step`, use them, and return metrics, {} if none is due.

@@ -38,7 +38,7 @@ from lightning_jax.train.hints import make_hints
 from lightning_jax.train.memory import plan
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
-from lightning_jax.train.prompt_search import PromptSearch
+from lightning_jax.train.prompt_search import PromptSearch, check_search
 from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects, return_freed_memory
@@ -79,6 +79,7 @@ async def open_run(
     if made is None:
         log.info("no evaluations: only programs outside run the agent; set agent.function for them")
         dev_tasks = []
+    check_search(config, train_tasks)
     algorithm = load_choices(config.algorithm)
     directory = Path(config.run_dir)
     async with AsyncExitStack() as at_end:  # last in, first out

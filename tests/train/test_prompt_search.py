@@ -216,3 +216,16 @@ def test_rollouts_ahead_are_refused(tmp_path: Path):
     with pytest.raises(InvalidValue) as caught:
         dataclasses.replace(made, rollout=dataclasses.replace(made.rollout, ahead=2))
     assert caught.value.key == "rollout.ahead"
+
+
+async def test_what_a_search_lacks_is_told_before_the_model_is_loaded(tmp_path: Path):
+    few = config(tmp_path / "few")
+    with raises_coded(ConfigError, "too_few", "prompt_search.num_dev"):
+        await trainer.train(few, TASKS[:3], TASKS[6:], agent=prompted)
+    search = PromptSearchConfig(
+        every=1, served_by="http://localhost:1/v1", served_model="m", api_key_env="NO_SUCH_KEY"
+    )
+    unset = dataclasses.replace(few, prompt_search=search)
+    with raises_coded(ConfigError, "missing", "NO_SUCH_KEY"):
+        await trainer.train(unset, TASKS, TASKS[6:], agent=prompted)
+    assert not (tmp_path / "few").exists()
