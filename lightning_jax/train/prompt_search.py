@@ -20,6 +20,7 @@ import yaml
 from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.rollouts.chat import ChatCounts, ChatFailed, Endpoint, ask, endpoint_of
 from lightning_jax.rollouts.config import PromptSearchConfig, key_of
+from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.rollouts.rewards import attempt_of
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, TooManyFailures, run_requests
 from lightning_jax.settings import ConfigError
@@ -98,6 +99,20 @@ def choose_tasks(
         )
     drawn = random.Random(seed).sample(list(tasks), wanted)
     return drawn[: search.num_train], drawn[search.num_train :]
+
+
+def check_measured(rollouts: Sequence[Rollout]) -> None:
+    """Raise TooManyFailures if a rollout says nothing about its prompt.
+
+    Its infrastructure failed, or its calls waited for the server until the deadline.
+    """
+    for rollout in rollouts:
+        if rollout.reward is None or rollout.reason == DEADLINE_IN_QUEUE:
+            raise TooManyFailures(
+                f"{rollout.rollout_id} failed: {rollout.reason}: {rollout.detail}",
+                reason="too_many_failures",
+                key=rollout.rollout_id,
+            )
 
 
 def check_search(config: Config, tasks: Sequence[Task]) -> None:
@@ -264,13 +279,7 @@ class _Search:
             return _Evaluated([""] * len(batch), [TOO_BAD] * len(batch), empty)
         try:
             rollouts = self._wait(self._rollouts(batch, candidate))
-            broken = [rollout for rollout in rollouts if rollout.reward is None]
-            if broken:
-                raise TooManyFailures(
-                    f"{broken[0].rollout_id} failed: {broken[0].reason}: {broken[0].detail}",
-                    reason="too_many_failures",
-                    key=broken[0].rollout_id,
-                )
+            check_measured(rollouts)
             records = self._wait(self._records(batch, rollouts)) if capture_traces else None
         except (ChatFailed, TooManyFailures) as error:
             self.failure = str(error)

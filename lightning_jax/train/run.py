@@ -38,7 +38,7 @@ from lightning_jax.train.monitors import (
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
 from lightning_jax.train.progress import Progress
-from lightning_jax.train.prompt_search import PromptSearch
+from lightning_jax.train.prompt_search import PromptSearch, is_due
 from lightning_jax.train.runtime import return_freed_memory
 from lightning_jax.train.serving import ServedPolicy
 from lightning_jax.train.state import Replica
@@ -104,7 +104,7 @@ class Run:
         if the gradients of too many steps in a row were not finite.
         """
         served = self.gateway.stats()
-        searched = await self.search.search_if_due(self.step)
+        searched = await self.search_prompts()
         prepare = self._demonstrations if self._is_warmup else self._policy_sequences
         # Beside the rollouts, which get the first slots. Both use the weights of this step.
         evaluating = asyncio.create_task(self.evaluate())
@@ -145,6 +145,12 @@ class Run:
         self._idle_s = self._idle.seconds
         await run_in_thread(self.metrics.write, step, row)
         return row
+
+    async def search_prompts(self) -> Metrics:
+        """Return the metrics of a search for better prompts, or {} if none is due."""
+        if is_due(self.config, self.step):
+            self.progress.begin(f"prompts {self.step}")
+        return await self.search.search_if_due(self.step)
 
     async def evaluate(self) -> Metrics:
         """Return the metrics of an evaluation of the current weights, or {} if none is due."""

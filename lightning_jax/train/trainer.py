@@ -98,7 +98,7 @@ async def _run_steps(run: Run, total_steps: int, bar: tqdm) -> None:
             bar.update()
     finally:
         await run.collector.groups.close()
-    searched = await run.search.search_if_due(run.step)
+    searched = await run.search_prompts()
     if final := searched | await run.evaluate():
         run.metrics.write(run.step, final)
 

@@ -15,6 +15,8 @@ from test_groups import _config as groups_config
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.rollouts.config import PromptSearchConfig
+from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
+from lightning_jax.rollouts.runner import TooManyFailures
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
@@ -26,6 +28,7 @@ from lightning_jax.train.metrics import read_metrics
 from lightning_jax.train.prompt_search import (
     PHASE,
     Chosen,
+    check_measured,
     choose_tasks,
     is_due,
     present_prompts,
@@ -229,3 +232,13 @@ async def test_what_a_search_lacks_is_told_before_the_model_is_loaded(tmp_path: 
     with raises_coded(ConfigError, "missing", "NO_SUCH_KEY"):
         await trainer.train(unset, TASKS, TASKS[6:], agent=prompted)
     assert not (tmp_path / "few").exists()
+
+
+def test_rollouts_that_only_waited_say_nothing_about_a_prompt():
+    wrong = Rollout("a", "t", "g", PHASE, 0, 0, 1, "agent_failure", 0.0, "ValueError")
+    waited = dataclasses.replace(wrong, rollout_id="b", reason=DEADLINE_IN_QUEUE)
+    broken = dataclasses.replace(wrong, rollout_id="c", reward=None)
+    check_measured([wrong, dataclasses.replace(wrong, status="scored", reward=1.0)])
+    for rollout in (waited, broken):
+        with raises_coded(TooManyFailures, "too_many_failures", rollout.rollout_id):
+            check_measured([wrong, rollout])
