@@ -137,7 +137,7 @@ class Rollout:
     rollout_id: str
     task_id: str
     group_id: str
-    phase: str  # "train" or "eval"
+    phase: str  # "train", "eval" or "prompt"
     step: int  # trainer step that requested it
     index: int  # index in the group, from 0
     attempt: int  # 1 for the first attempt

@@ -56,6 +56,14 @@ NO_CONNECTION_ERRORS = {
 }
 
 
+class Prompts(dict):
+    """Replacement for `lightning_jax.types.Prompts`."""
+
+    def __missing__(self, name: str) -> str:
+        found = ", ".join(sorted(self)) or "none"
+        raise KeyError(f"no prompt {name!r} in the settings; add prompts.{name} (found: {found})")
+
+
 class LLM:
     """Replacement for `lightning_jax.types.LLM`, read from the environment."""
 
@@ -63,7 +71,7 @@ class LLM:
         self.base_url = os.environ["OPENAI_BASE_URL"]
         self.api_key = os.environ["OPENAI_API_KEY"]
         self.model = os.environ["OPENAI_MODEL"]
-        self.prompts = json.loads(os.environ.get("LIGHTNING_PROMPTS", "{}"))
+        self.prompts = Prompts(json.loads(os.environ.get("LIGHTNING_PROMPTS", "{}")))
 
 
 def load(reference: str) -> Any:

@@ -178,6 +178,8 @@ class RolloutConfig(Section):
 
 
 AGENT = "agent"  # component with the reward that the agent returned
+PROMPT = "prompt"  # phase of the rollouts of a search for prompts
+MEASURING = ("eval", PROMPT)  # phases that sample greedily, one attempt a task
 INITIAL = "initial"  # served_by of a judge with the weights from the start of the run
 
 
@@ -326,6 +328,7 @@ def check_prompt_search(
     agent: AgentConfig,
     rollout: RolloutConfig,
     policies: Mapping[str, object],
+    rewards: Mapping[str, RewardConfig],
 ) -> None:
     """Raise ValueError for a search that cannot run, or a prompt that is no name with a text."""
     for name, text in prompts.items():
@@ -338,8 +341,24 @@ def check_prompt_search(
             )
     if not search.every:
         return
+    longest = max(prompts, key=lambda name: len(prompts[name]), default="")
+    length = len(prompts.get(longest, ""))
+    weighted = [reward for reward in rewards.values() if reward.weight]
     facts = {
         "prompts": (bool(prompts), "empty, so there is nothing to improve; add prompts"),
+        f"prompts.{longest}": (
+            length <= search.max_chars,
+            f"{length} characters long; set prompt_search.max_chars to {length} or more",
+        ),
+        "rollout.agent_failure_reward": (
+            rollout.agent_failure_reward is not None,
+            "none, so a search cannot score an agent that fails; set a number",
+        ),
+        "rewards": (
+            not weighted or not all(reward.needs_group for reward in weighted),
+            "a sum of components that compare attempts, and a search makes one attempt at a task; "
+            "add a component that scores each by itself",
+        ),
         "agent.external": (
             not agent.external,
             "true, and the search runs the agent itself; set prompt_search.every=0",

@@ -27,7 +27,7 @@ from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
 from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
-from lightning_jax.rollouts.config import RolloutConfig
+from lightning_jax.rollouts.config import MEASURING, RolloutConfig
 from lightning_jax.rollouts.deadlines import DeadlineClock
 from lightning_jax.rollouts.outcome import (
     DEADLINE,
@@ -300,7 +300,7 @@ class Runner:
         return self.config.backoff_s(rollout.attempt) * (1 + jitter / 2)
 
     def _settings(self, rollout: Rollout, draw: int) -> RolloutSettings:
-        greedy = rollout.phase != "train"
+        greedy = rollout.phase in MEASURING
         return RolloutSettings(
             rollout_id=rollout.rollout_id,
             seed=derive_seed(self.seed, rollout.group_id, rollout.index, draw),

@@ -14,6 +14,7 @@ from lightning_jax.rollouts.agents import call_foreign
 from lightning_jax.rollouts.chat import ChatFailed, endpoint_of
 from lightning_jax.rollouts.config import (
     AGENT,
+    MEASURING,
     RewardConfig,
     RolloutConfig,
 )
@@ -79,17 +80,17 @@ class Scorer:
     async def score(self, task: Task, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts of a group with the sums of their components as rewards.
 
-        In an evaluation, components that compare attempts are left out. A group that the store
-        holds with its components stays as it is.
+        In an evaluation or a search for prompts, components that compare attempts are left out. A
+        group that the store holds with its components stays as it is.
         """
         scored = [rollout for rollout in rollouts if rollout.status == "scored"]
         if all(rollout.components for rollout in scored):
             return list(rollouts)
-        is_evaluation = rollouts[0].phase == "eval"
+        has_one_attempt = rollouts[0].phase in MEASURING
         wanted = [
             name
             for name, reward in self.rewards.items()
-            if name != AGENT and not (is_evaluation and reward.needs_group)
+            if name != AGENT and not (has_one_attempt and reward.needs_group)
         ]
         changed, reasons = await self.rescore(task, scored, wanted)
         await self._store.in_order(self._store.set_scores, changed, reasons)

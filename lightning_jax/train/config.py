@@ -366,7 +366,12 @@ class Config(Section):
         check_ahead(self.rollout, self.algorithm)
         check_external(self.agent, self.rollout, self.algorithm)
         check_prompt_search(
-            self.prompt_search, self.prompts, self.agent, self.rollout, self.policies
+            self.prompt_search,
+            self.prompts,
+            self.agent,
+            self.rollout,
+            self.policies,
+            self.rewards,
         )
         if self.data.sampler == "difficulty" and self.agent.external:
             raise InvalidValue(

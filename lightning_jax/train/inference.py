@@ -138,7 +138,8 @@ async def open_runner(
         gateway, engines = serve_policies(with_dtypes(config), source, store)
     async with open_service(gateway, engines, made, config) as runner:
         if source.run_dir is not None:
-            runner.prompts.update(present_prompts(config.prompts, read_chosen(source.run_dir)))
+            chosen = read_chosen(source.run_dir)
+            runner.prompts.update(present_prompts(config.prompts, chosen, source.version))
         yield runner
 
 

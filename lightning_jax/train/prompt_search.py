@@ -1,7 +1,7 @@
 """Search for better prompts between the steps of a run, by GEPA (arXiv 2507.19457).
 
 GEPA runs in a thread. Its rollouts are those of the run's own agent, rewards and server, in the
-phase PHASE, which nothing trains on. What a search chose is kept in PROMPTS of the run directory,
+phase PROMPT, which nothing trains on. What a search chose is kept in PROMPTS of the run directory,
 so a resumed run uses the same prompts and repeats no search.
 """
 
@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import yaml
 
 from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.rollouts.chat import ChatCounts, ChatFailed, Endpoint, ask, endpoint_of
-from lightning_jax.rollouts.config import PromptSearchConfig, key_of
+from lightning_jax.rollouts.config import PROMPT, PromptSearchConfig, key_of
 from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.rollouts.rewards import attempt_of
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, TooManyFailures, run_requests
@@ -27,18 +27,19 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.packages import import_optional
 from lightning_jax.system.threads import run_in_thread
+from lightning_jax.traces.tasks import shorten_task
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import PROMPTS
+from lightning_jax.train.resume import first_discarded
 from lightning_jax.types import Metrics, Rollout, Task
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PHASE = "prompt"
 PACKAGE = "gepa>=0.1.4"
 MAX_SHOWN = 2000  # characters of a task or a transcript that the proposing model reads
-TOO_BAD = -1e9  # score of a proposal that is empty or too long, so that it is never chosen
+TOO_BAD = -1e9  # score of a proposal that cannot be used, so that it is never chosen
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,30 @@ def read_chosen(directory: Path) -> list[Chosen]:
     except FileNotFoundError:
         return []
     return [Chosen(**entry) for entry in found]
+
+
+def write_chosen(directory: Path, chosen: Sequence[Chosen]) -> None:
+    """Save what the searches of a run chose."""
+    text = yaml.safe_dump([asdict(entry) for entry in chosen], sort_keys=False, allow_unicode=True)
+    write_whole(directory / PROMPTS, text)
+
+
+def forget_chosen(directory: Path, changed: Sequence[str], step: int) -> None:
+    """Delete what searches chose for steps and prompts of another run.
+
+    `changed` are the settings and sources that changed before the run resumes at `step`. Steps
+    whose stored rollouts are discarded are searched again. A prompt with a new text in the settings
+    begins with that text.
+    """
+    names = {key.removeprefix("prompts.") for key in changed if key.startswith("prompts.")}
+    first, found = first_discarded(changed, step), read_chosen(directory)
+    kept = [
+        replace(entry, prompts={k: text for k, text in entry.prompts.items() if k not in names})
+        for entry in found
+        if entry.step < first
+    ]
+    if changed and kept != found:
+        write_chosen(directory, kept)
 
 
 def present_prompts(
@@ -157,10 +182,7 @@ class PromptSearch:
         chosen = await running.run(self._gepa, self._tasks, before)
         self._runner.prompts.update(chosen.prompts)
         self._chosen = [entry for entry in self._chosen if entry.step != step] + [chosen]
-        text = yaml.safe_dump(
-            [asdict(entry) for entry in self._chosen], sort_keys=False, allow_unicode=True
-        )
-        await run_in_thread(write_whole, self._directory / PROMPTS, text)
+        await run_in_thread(write_chosen, self._directory, self._chosen)
         metrics = running.metrics | {
             "prompts/changed": float(chosen.prompts != before),
             "prompts/search_s": time.monotonic() - started,
@@ -206,6 +228,7 @@ class _Search:
     num_candidates: int = 0
     num_refused: int = 0
     failure: str | None = None
+    error: Exception | None = None  # of the run, which a search cannot outlive
     is_stopped: bool = False
     propose_new_texts: None = None  # GEPA asks the proposing model itself
 
@@ -227,10 +250,11 @@ class _Search:
         seed = derive_seed(self.config.seed, "prompts", self.step)
         train, dev = choose_tasks(tasks, search, seed)
         stored = await self.runner.store.in_order(
-            self.runner.store.rollouts, phase=PHASE, step=self.step
+            self.runner.store.rollouts, phase=PROMPT, step=self.step
         )
         # Rollouts of a search that did not end had other prompts, so their ids are not used again.
-        self.num_groups = len({rollout.group_id for rollout in stored})
+        numbers = (int(rollout.group_id.rpartition("-")[2]) for rollout in stored)
+        self.num_groups = max(numbers, default=-1) + 1
 
         def optimize() -> Any:
             return gepa.optimize(
@@ -241,7 +265,7 @@ class _Search:
                 reflection_lm=self._propose,
                 reflection_minibatch_size=min(search.minibatch, len(train)),
                 max_metric_calls=search.max_rollouts,
-                stop_callbacks=[lambda _: self.failure is not None or self.is_stopped],
+                stop_callbacks=[lambda _: self._has_ended],
                 logger=_Quiet(),
                 raise_on_exception=False,
                 track_best_outputs=False,
@@ -257,6 +281,8 @@ class _Search:
             raise
         except (ChatFailed, TooManyFailures) as error:
             self.failure, result = str(error), None
+        if self.error is not None:
+            raise self.error
         if self.failure is not None:
             log.warning("step %d: the search for prompts ended early: %s", self.step, self.failure)
         if result is None:
@@ -266,6 +292,11 @@ class _Search:
         best = max(range(len(scores)), key=lambda index: (scores[index], -index))
         return Chosen(self.step, dict(result.candidates[best]), scores[0], scores[best])
 
+    @property
+    def _has_ended(self) -> bool:
+        """True if GEPA should try nothing more. It goes on after errors of what it calls."""
+        return self.failure is not None or self.error is not None or self.is_stopped
+
     # What GEPA calls, in its thread
 
     def evaluate(
@@ -273,9 +304,9 @@ class _Search:
     ) -> _Evaluated:
         """Return the rewards of one rollout for each task with these prompts."""
         limit = self.config.prompt_search.max_chars
-        if any(not text.strip() or len(text) > limit for text in candidate.values()):
+        if not all(_is_usable(text, limit) for text in candidate.values()):
             self.num_refused += 1
-            empty = [{"Feedback": "The prompt is empty or too long."} for _ in batch]
+            empty = [{"Feedback": "The prompt is empty, too long or no text."} for _ in batch]
             return _Evaluated([""] * len(batch), [TOO_BAD] * len(batch), empty)
         try:
             rollouts = self._wait(self._rollouts(batch, candidate))
@@ -283,6 +314,9 @@ class _Search:
             records = self._wait(self._records(batch, rollouts)) if capture_traces else None
         except (ChatFailed, TooManyFailures) as error:
             self.failure = str(error)
+            raise
+        except Exception as error:  # such as a full disk
+            self.error = error
             raise
         scores = [rollout.reward or 0.0 for rollout in rollouts]
         return _Evaluated([rollout.rollout_id for rollout in rollouts], scores, records)
@@ -330,7 +364,7 @@ class _Search:
         first, self.num_groups = self.num_groups, self.num_groups + len(batch)
         self.num_rollouts += len(batch)
         requests = [
-            RolloutRequest(task, PHASE, self.step, number, 0, dict(prompts))
+            RolloutRequest(task, PROMPT, self.step, number, 0, dict(prompts))
             for number, task in enumerate(batch, first)
         ]
         return await run_requests(requests, self.runner)
@@ -346,7 +380,7 @@ class _Search:
             found = []
             for task, rollout in zip(batch, rollouts, strict=True):
                 attempt = attempt_of(rollout, store.spans(rollout.rollout_id), decode)
-                fields = {name: value for name, value in task.items() if name != "id"}
+                fields = shorten_task({k: value for k, value in task.items() if k != "id"})
                 lines = [f"{m['role']}: {m['content']}" for m in attempt.transcript]
                 reasons = store.reasons(rollout.rollout_id)
                 feedback = [
@@ -357,7 +391,7 @@ class _Search:
                 ]
                 found.append(
                     {
-                        "Inputs": _cut(json.dumps(fields, ensure_ascii=False, default=repr)),
+                        "Inputs": _cut(json.dumps(fields, ensure_ascii=False)),
                         "Generated Outputs": _cut("\n".join(lines)),
                         "Feedback": _cut("; ".join(feedback)),
                     }
@@ -372,6 +406,12 @@ class _Quiet:
 
     def log(self, message: str) -> None:
         log.debug("%s", message)
+
+
+def _is_usable(text: str, max_chars: int) -> bool:
+    """Return True if an agent can be given the text: some characters, not too many, all UTF-8."""
+    is_utf8 = text == text.encode(errors="replace").decode()
+    return bool(text.strip()) and len(text) <= max_chars and is_utf8
 
 
 def _check_text(text: str) -> None:

@@ -64,8 +64,8 @@ def resume(
     Rollouts that a crash interrupted will run again.
     """
     if changed:
-        only_learning = all(key.startswith(LEARNING) for key in changed)
-        first = step + only_learning
+        first = first_discarded(changed, step)
+        only_learning = first > step
         # Groups that began before this step have seen none of the weights that will change.
         store.supersede(first, () if only_learning else untaken)
         if any(key.startswith("rewards.") for key in changed):
@@ -86,6 +86,11 @@ def resume(
             "%d rollouts were interrupted when the last process ended; running them again",
             abandoned,
         )
+
+
+def first_discarded(changed: Sequence[str], step: int) -> int:
+    """Return the first step that takes over nothing stored, for a run that resumes at `step`."""
+    return step + all(key.startswith(LEARNING) for key in changed)
 
 
 def digests(

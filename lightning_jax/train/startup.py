@@ -38,7 +38,7 @@ from lightning_jax.train.hints import make_hints
 from lightning_jax.train.memory import plan
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
-from lightning_jax.train.prompt_search import PromptSearch, check_search
+from lightning_jax.train.prompt_search import PromptSearch, check_search, forget_chosen
 from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects, return_freed_memory
@@ -97,6 +97,7 @@ async def open_run(
         leader = Leader(replica)
         at_end.callback(leader.stop_followers)
         pipelines.restore(replica.progress)
+        forget_chosen(directory, changed, replica.step)  # first, as `resume` saves the settings
         resume(store, config, sources, changed, replica.step, untaken_ids(replica.progress))
         leader.tell(Replica.publish_all)
         served = await at_end.enter_async_context(serve(replica))
@@ -115,8 +116,16 @@ async def open_run(
             served.workers,
         )
         runner = await at_end.enter_async_context(service)
-        search = PromptSearch(config, runner, train_tasks, replica.step)
-        run = Run(replica.config, model, pipelines, leader, served.policies, runner, search, hints)
+        run = Run(
+            replica.config,
+            model,
+            pipelines,
+            leader,
+            served.policies,
+            runner,
+            PromptSearch(config, runner, train_tasks, replica.step),
+            hints,
+        )
         at_end.push_async_exit(lambda _, error, __: run.close(error))
         yield run
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import sqlite3
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -14,25 +15,26 @@ from scripted_server import Script, serving
 from test_groups import _config as groups_config
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rollouts.config import PromptSearchConfig
+from lightning_jax.rollouts.config import PROMPT, PromptSearchConfig, RewardConfig
 from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.rollouts.runner import TooManyFailures
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.store import Store, StoreError
 from lightning_jax.train import trainer
 from lightning_jax.train.config import Config
 from lightning_jax.train.inference import evaluate
 from lightning_jax.train.metric_descriptions import describe
 from lightning_jax.train.metrics import read_metrics
 from lightning_jax.train.prompt_search import (
-    PHASE,
     Chosen,
     check_measured,
     choose_tasks,
+    forget_chosen,
     is_due,
     present_prompts,
     read_chosen,
+    write_chosen,
 )
 from lightning_jax.types import LLM, Prompts, Rollout, Task
 
@@ -104,6 +106,19 @@ def test_present_prompts_are_the_last_chosen_up_to_a_step():
     assert present_prompts({"a": "zero"}, chosen, step=3) == {"a": "one"}
 
 
+def test_a_change_forgets_what_searches_chose_for_discarded_steps_and_prompts(tmp_path: Path):
+    first, later = Chosen(0, {"a": "one", "b": "uno"}), Chosen(4, {"a": "two", "b": "dos"})
+    write_chosen(tmp_path, [first, later])
+    forget_chosen(tmp_path, [], 4)
+    assert read_chosen(tmp_path) == [first, later]
+    forget_chosen(tmp_path, ["optimizer.learning_rate"], 4)  # keeps the rollouts of step 4
+    assert read_chosen(tmp_path) == [first, later]
+    forget_chosen(tmp_path, ["rollout.timeout_s"], 4)
+    assert read_chosen(tmp_path) == [first]
+    forget_chosen(tmp_path, ["prompts.a"], 4)
+    assert read_chosen(tmp_path) == [Chosen(0, {"b": "uno"})]
+
+
 async def test_a_better_prompt_is_found_used_and_kept(tmp_path: Path):
     async with serving([GOOD] * 20) as server:
         made = config(tmp_path / "run", server)
@@ -121,7 +136,7 @@ async def test_a_better_prompt_is_found_used_and_kept(tmp_path: Path):
     assert all(describe(name) for name in first if name.startswith("prompts/"))
     (chosen,) = read_chosen(tmp_path / "run")
     assert chosen.step == 0 and chosen.prompts == {"writer": "be good"}
-    searched = stored(tmp_path / "run", PHASE)
+    searched = stored(tmp_path / "run", PROMPT)
     assert len(searched) == first["prompts/num_rollouts"] <= 12 + 2
     assert {r.task_id for r in searched} <= {task["id"] for task in TASKS[:6]}
     used = prompts_of(tmp_path / "run", searched)
@@ -136,9 +151,10 @@ async def test_a_better_prompt_is_found_used_and_kept(tmp_path: Path):
 
 
 async def test_prompts_that_earn_no_more_change_nothing(tmp_path: Path):
+    tasks = [task | {"table": {(1, 2): 3}} for task in TASKS]  # need not have a JSON form
     async with serving(["```\nbe quick\n```"] * 40) as server:
         made = config(tmp_path / "run", server, num_steps=0)
-        rows = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+        rows = await trainer.train(made, tasks[:6], tasks[6:], agent=prompted)
     (row,) = rows  # without policy steps, the search is all there is
     assert row["prompts/changed"] == 0.0 and row["prompts/num_rollouts"] > 2
     assert read_chosen(tmp_path / "run")[0].prompts == {"writer": "be brief"}
@@ -154,8 +170,9 @@ async def test_a_model_that_fails_leaves_the_prompts(tmp_path: Path, replies: li
     assert "ended early" in caplog.text
 
 
-async def test_a_proposal_that_is_too_long_is_refused(tmp_path: Path):
-    async with serving([f"```\n{'good ' * 50}\n```"] * 40) as server:
+@pytest.mark.parametrize("text", ["good " * 50, "good \ud800"], ids=["too_long", "not_utf8"])
+async def test_a_proposal_that_cannot_be_used_is_refused(tmp_path: Path, text: str):
+    async with serving([f"```\n{text}\n```"] * 40) as server:
         made = config(tmp_path / "run", server, num_steps=0)
         made = dataclasses.replace(
             made, prompt_search=dataclasses.replace(made.prompt_search, max_chars=100)
@@ -180,12 +197,40 @@ async def test_a_search_that_a_stop_ends_is_begun_again_with_new_rollouts(tmp_pa
         with pytest.raises(asyncio.CancelledError):
             await training
         assert read_chosen(tmp_path / "run") == []
-        before = {rollout.rollout_id for rollout in stored(tmp_path / "run", PHASE)}
+        before = {rollout.rollout_id for rollout in stored(tmp_path / "run", PROMPT)}
         assert before
         rows = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
     assert rows[0]["prompts/changed"] == 1.0
-    ids = [rollout.rollout_id for rollout in stored(tmp_path / "run", PHASE)]
+    ids = [rollout.rollout_id for rollout in stored(tmp_path / "run", PROMPT)]
     assert len(set(ids)) == len(ids) == len(before) + rows[0]["prompts/num_rollouts"]
+
+
+async def test_a_new_text_in_the_settings_replaces_what_a_search_chose(tmp_path: Path):
+    async with serving([GOOD] * 40) as server:
+        made = config(tmp_path / "run", server)
+        await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+        longer = dataclasses.replace(made, prompts={"writer": "be calm"}, num_steps=4)
+        await trainer.train(longer, TASKS[:6], TASKS[6:], agent=prompted)
+    searched = [r for r in stored(tmp_path / "run", PROMPT) if r.step == 2]
+    assert prompts_of(tmp_path / "run", searched)['{"writer": "be calm"}'] >= 2
+    assert read_chosen(tmp_path / "run")[-1].prompts == {"writer": "be good"}
+
+
+async def test_an_error_of_the_run_ends_the_search(tmp_path: Path):
+    calls = 0
+
+    async def damages(task: Task, llm: LLM) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # GEPA has begun, and goes on after errors
+            with closing(sqlite3.connect(tmp_path / "run" / "store.sqlite")) as db:
+                db.execute("DROP TABLE spans")
+        return await prompted(task, llm)
+
+    async with serving([GOOD] * 20) as server:
+        made = config(tmp_path / "run", server)
+        with pytest.raises(StoreError):
+            await asyncio.wait_for(trainer.train(made, TASKS[:6], TASKS[6:], agent=damages), 60)
 
 
 async def test_the_initial_policy_can_propose(tmp_path: Path):
@@ -205,6 +250,8 @@ async def test_the_initial_policy_can_propose(tmp_path: Path):
         ({"prompts": {}}, "prompts"),
         ({"prompts": {"a b": "text"}}, "prompts.a b"),
         ({"prompts": {"a": " "}}, "prompts.a"),
+        ({"prompts": {"a": "text", "b": "x" * 8001}}, "prompts.b"),
+        ({"rewards": {"best": RewardConfig(group="file.py:best")}}, "rewards"),
         ({"prompt_search": PromptSearchConfig(every=1, served_by="nobody")}, None),
     ],
 )
@@ -214,11 +261,13 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, changes: Any, key
     assert caught.value.key == (key or "prompt_search.served_by")
 
 
-def test_rollouts_ahead_are_refused(tmp_path: Path):
+@pytest.mark.parametrize("changes", [{"ahead": 2}, {"agent_failure_reward": None}], ids=str)
+def test_rollouts_that_a_search_cannot_use_are_refused(tmp_path: Path, changes: Any):
     made = config(tmp_path)
     with pytest.raises(InvalidValue) as caught:
-        dataclasses.replace(made, rollout=dataclasses.replace(made.rollout, ahead=2))
-    assert caught.value.key == "rollout.ahead"
+        dataclasses.replace(made, rollout=dataclasses.replace(made.rollout, **changes))
+    (name,) = changes
+    assert caught.value.key == f"rollout.{name}"
 
 
 async def test_what_a_search_lacks_is_told_before_the_model_is_loaded(tmp_path: Path):
@@ -235,7 +284,7 @@ async def test_what_a_search_lacks_is_told_before_the_model_is_loaded(tmp_path: 
 
 
 def test_rollouts_that_only_waited_say_nothing_about_a_prompt():
-    wrong = Rollout("a", "t", "g", PHASE, 0, 0, 1, "agent_failure", 0.0, "ValueError")
+    wrong = Rollout("a", "t", "g", PROMPT, 0, 0, 1, "agent_failure", 0.0, "ValueError")
     waited = dataclasses.replace(wrong, rollout_id="b", reason=DEADLINE_IN_QUEUE)
     broken = dataclasses.replace(wrong, rollout_id="c", reward=None)
     check_measured([wrong, dataclasses.replace(wrong, status="scored", reward=1.0)])
