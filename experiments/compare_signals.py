@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sweep import train
+from sweep import has_finished, train
 
 from lightning_jax.cli.main import main as lightning_jax
 from lightning_jax.settings import ConfigError, load_config
@@ -81,7 +81,7 @@ def main() -> int:
             if not args.report:
                 more = [*settings, *args.settings, f"seed={seed}"]
                 train(directory, ["--config", args.config, *more])
-            if directory.exists():
+            if has_finished(directory):
                 runs[name].append(str(directory))
     groups = [",".join(found) for found in runs.values() if found]
     if sum(map(len, runs.values())) < 2:

@@ -27,7 +27,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sweep import mean_and_error, train
+from sweep import has_finished, mean_and_error, train
 
 from lightning_jax.engine.score import Scorer
 from lightning_jax.models.formats.load import LoadedModel, load_model
@@ -228,10 +228,14 @@ def main() -> None:
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name in names:
             directory = parent / f"{name}-{seed}"
-            directories[name].append(directory)
             if not args.report:
                 more = (*REWARDS[name], *args.settings, f"seed={seed}")
                 train(directory, ["--config", args.config, *more])
+            if has_finished(directory):
+                directories[name].append(directory)
+    directories = {name: found for name, found in directories.items() if found}
+    if not directories:
+        parser.exit(1, f"{parent} has no finished run; run without --report first\n")
     results = {
         name: [result_of(directory, config) for directory in found]
         for name, found in directories.items()

@@ -19,20 +19,21 @@ def train(directory: Path, arguments: Sequence[str]) -> None:
     Its output is in a file beside the directory. A run that learned nothing has finished too.
     Exits with one sentence if it fails.
     """
-    if _has_finished(directory):
+    if has_finished(directory):
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
     log, started = directory.with_suffix(".log"), time.monotonic()
     command = [sys.executable, "-m", "lightning_jax", "train", *arguments, f"run_dir={directory}"]
     with log.open("w") as output:
         code = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
-    if not _has_finished(directory):
+    if not has_finished(directory):
         last = (log.read_text(errors="replace").strip() or "no output").splitlines()[-1]
         sys.exit(f"{directory} ended with status {code}: {last}; {log} has all of its output")
     print(f"{directory}: {time.monotonic() - started:.0f} s", flush=True)
 
 
-def _has_finished(directory: Path) -> bool:
+def has_finished(directory: Path) -> bool:
+    """Return True if a run in the directory ended by itself."""
     end = read_end(directory)
     return end is not None and end.status == "finished"
 
