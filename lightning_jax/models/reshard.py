@@ -37,9 +37,10 @@ def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
 
     `shardings` is one sharding or a tree of them. If `params` span several processes, every process
     first gets a full copy on its own devices. Only the copy at `shardings` is kept. Processes that
-    do not own those devices get None.
+    do not own those devices get None. Weights of one process, such as those just loaded, are copied
+    without the others.
     """
-    if jax.process_count() == 1:
+    if all(_is_local(leaf) for leaf in jax.tree.leaves(params)):
         return take(spread(params, shardings, dtype), shardings)
     targets = jax.tree.leaves(shardings)
     everywhere = _in_every_process(targets[0].mesh)
@@ -168,6 +169,11 @@ def _part(shards: dict[tuple[Any, _Bounds], Any], device: Any, wanted: _Bounds) 
     )
     starts, ends = (np.subtract(side, first) for side in zip(*wanted, strict=True))
     return jax.lax.slice(shard.data, starts.tolist(), ends.tolist())
+
+
+def _is_local(leaf: Any) -> bool:
+    """Return whether this process holds the whole array, so that no other one has a part in it."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -18,7 +18,7 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.formats.load import load_model, save_hf
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
+from lightning_jax.rollouts.config import AgentConfig, PromptSearchConfig, RolloutConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.ports import free_port
 from lightning_jax.testing.tiny import tiny_model
@@ -34,6 +34,7 @@ from lightning_jax.train.config import (
     WarmupConfig,
 )
 from lightning_jax.train.metrics import read_metrics
+from lightning_jax.train.prompt_search import read_chosen
 from lightning_jax.train.trainer import train
 from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Task
@@ -60,14 +61,20 @@ def config(
         names, function = ("speaker", "listener", "judge"), "three_policies"
     if kind == "untrained":
         function, algorithm = "unrewarded", AlgorithmConfig()
+    searched = kind == "prompts"  # by the initial weights, which both processes hold
+    search = PromptSearchConfig(
+        every=2, num_train=1, num_dev=1, minibatch=1, max_rollouts=4, max_tokens=8
+    )
     return Config(
         run_dir=str(run_dir),
+        prompts={"writer": "be brief"} if searched else {},
+        prompt_search=search if searched else PromptSearchConfig(),
         num_steps=1000 if kind == "long" else 2,
         model=ModelConfig(name=str(model_dir), lora=LoraConfig(rank=rank)),
         serve=ServeConfig(
             slots=1,
-            max_len=64,
-            prefill_buckets=(32,),
+            max_len=2048 if searched else 64,
+            prefill_buckets=(512 if searched else 32,),
             mesh=MeshConfig(fsdp=1, tensor=_num_devices(kind)),
         ),
         policies={name: PolicyConfig(trains=name != "judge") for name in names},
@@ -75,7 +82,7 @@ def config(
         agent=AgentConfig(f"{TOY}:{function}"),
         rollout=RolloutConfig(tasks_per_step=2, group_size=4, concurrency=1),
         algorithm=algorithm,
-        batch=BatchConfig(rows=2, row_len=128, max_targets=32, head_chunk=32),
+        batch=BatchConfig(rows=2, row_len=2048 if searched else 128, max_targets=32, head_chunk=32),
         optimizer=OptimizerConfig(learning_rate=1e-2, eps=EPS),
         warmup=WarmupConfig(
             num_steps=0 if kind == "untrained" else 1,
@@ -167,6 +174,22 @@ def test_checkpoint_of_weights_without_an_update_is_written(tmp_path: Path) -> N
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["train/num_updates"] for row in rows[:2]] == [0, 0]
     assert sorted(int(path.name) for path in (run / "checkpoints").iterdir()) == [2]
+
+
+@pytest.mark.slow
+def test_two_processes_search_for_prompts(tmp_path: Path) -> None:
+    model_dir, run = tmp_path / "tiny", tmp_path / "run"
+    save_hf(model_dir, tiny_model())
+    port = str(free_port())
+    processes = [_start(str(model_dir), str(run), port, str(i), "prompts") for i in range(2)]
+    for process in processes:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if "prompts/changed" in row] == [1]
+    assert rows[1]["prompts/calls"] >= 1 and rows[1]["prompts/failed"] == 0
+    assert [entry.step for entry in read_chosen(run)] == [1]
+    assert rows[1]["train/num_updates"] == 1
 
 
 @pytest.mark.slow
