@@ -130,8 +130,8 @@ def test_a_joint_step_is_one_step_over_both(independent: Updater) -> None:
     one, (row, *_) = trained(learner, MODEL, STEPS)
     other, _ = trained(plain, MODEL, STEPS)
     separate, _ = trained(independent, MODEL, STEPS)
-    for path, leaf in other.items():
-        np.testing.assert_allclose(one[path], leaf, atol=1e-7)
+    for path, leaf in other.items():  # two programs, whose sums some processors round differently
+        np.testing.assert_allclose(one[path], leaf, atol=1e-6)
     assert max(np.abs(one[path] - separate[path]).max() for path in one) > 1e-4
     norms = [row[f"train/grad_norm/policy={name}"] for name in "ab"]
     assert row["train/grad_norm"] <= sum(norms)
