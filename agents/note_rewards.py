@@ -17,8 +17,8 @@ NGRAM = 3  # words
 MIN_WORDS, MAX_WORDS = 6, 40
 
 _WORD = re.compile(r"[a-z']+")
-_loading = threading.Lock()
 _SENTENCE = re.compile(r"[^.!?]*[a-zA-Z][^.!?]*[.!?]+")
+_loading = threading.Lock()
 
 
 def similarity(task: dict[str, Any], attempt: Any) -> float:
@@ -49,13 +49,9 @@ def novelty(task: dict[str, Any], attempt: Any) -> float:
 
     A note of fewer words has 0.
     """
-    seen = set(_ngrams(_words(task["question"])))
     ngrams = _ngrams(_words(attempt.response))
-    new = 0
-    for ngram in ngrams:
-        new += ngram not in seen
-        seen.add(ngram)
-    return new / len(ngrams) if ngrams else 0.0
+    new = set(ngrams) - set(_ngrams(_words(task["question"])))
+    return len(new) / len(ngrams) if ngrams else 0.0
 
 
 def _words(text: str) -> list[str]:

@@ -13,15 +13,16 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from layouts_sim import Figures
+
+sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+import sweep
 
 from lightning_jax.train.metrics import read_metrics
 
@@ -109,32 +110,14 @@ def reward_after(run: Measured, seconds: float) -> float:
 def command(layout: str, seed: int, directory: Path, more: Sequence[str]) -> list[str]:
     """Return the command line of a run."""
     settings = [*LAYOUTS[layout].settings, f"seed={seed}", f"run_dir={directory}", *more]
-    return [sys.executable, "-m", "lightning_jax", "train", "--config", str(CONFIG), *settings]
+    return sweep.command("--config", str(CONFIG), *settings)
 
 
 def run(layout: str, seed: int, directory: Path, more: Sequence[str]) -> None:
     """Train, unless the directory has a finished run."""
-    if (directory / "ended.json").exists():
-        return
     devices = f"--xla_force_host_platform_device_count={LAYOUTS[layout].num_devices}"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
-    started = time.monotonic()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_suffix(".log").open("w") as log:
-        subprocess.run(
-            command(layout, seed, directory, more),
-            env=os.environ | {"XLA_FLAGS": flags},
-            stdout=log,
-            stderr=log,
-            check=True,
-        )
-    print(f"{layout} seed {seed}: {time.monotonic() - started:.0f} s", flush=True)
-
-
-def mean_and_error(values: Sequence[float]) -> str:
-    """Return the mean and its standard error over seeds."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{statistics.fmean(values):.3g} ± {error:.2g}"
+    sweep.train(directory, command(layout, seed, directory, more), {"XLA_FLAGS": flags})
 
 
 def report(directory: Path) -> dict[str, list[Measured]]:
@@ -142,7 +125,7 @@ def report(directory: Path) -> dict[str, list[Measured]]:
     found: dict[str, list[Measured]] = {}
     for layout in LAYOUTS:
         paths = sorted(directory.glob(f"{layout}-*/metrics.jsonl"))
-        runs = [path for path in paths if (path.parent / "ended.json").exists()]
+        runs = [path for path in paths if sweep.has_finished(path.parent)]
         if runs:
             found[layout] = [measured(read_metrics(path)) for path in runs]
     if not found:
@@ -154,9 +137,11 @@ def report(directory: Path) -> dict[str, list[Measured]]:
     titles = [*columns, f"reward after {fastest:.0f} s", "reward after all", "seeds"]
     print(" | ".join(["layout", *titles]))
     for layout, runs in found.items():
-        cells = [mean_and_error([getattr(run, name) for run in runs]) for name in columns]
-        cells += [mean_and_error([reward_after(run, fastest) for run in runs])]
-        cells += [mean_and_error([run.final_reward for run in runs]), str(len(runs))]
+        cells = [
+            sweep.mean_and_error([getattr(run, name) for run in runs], ".3g") for name in columns
+        ]
+        cells += [sweep.mean_and_error([reward_after(run, fastest) for run in runs], ".3g")]
+        cells += [sweep.mean_and_error([run.final_reward for run in runs], ".3g"), str(len(runs))]
         print(" | ".join([layout, *cells]))
     return found
 

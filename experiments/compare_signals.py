@@ -20,10 +20,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sweep import has_finished, train
+from sweep import add_flags, load_settings, run_all
 
 from lightning_jax.cli.main import main as lightning_jax
-from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.settings import ConfigError
 from lightning_jax.train.config import Config
 
 NO_WARMUP = "warmup.num_steps=0"
@@ -62,30 +62,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", required=True)
     parser.add_argument("--signal", action="append", choices=SIGNALS, help="default: all")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--axis", choices=("steps", "samples", "minutes"), default="samples")
-    parser.add_argument("--report", action="store_true", help="only report runs that have finished")
-    parser.add_argument("settings", nargs="*", metavar="key=value")
+    add_flags(parser, num_seeds=3)
     args = parser.parse_intermixed_args()
+    config = load_settings(args)
     try:
-        config = load_config(Config, [args.config, *args.settings])
-        wanted = {name: settings_of(name, config) for name in args.signal or SIGNALS}
+        variants = {name: settings_of(name, config) for name in args.signal or SIGNALS}
     except ConfigError as error:
-        parser.exit(2, f"{error}\n")
+        sys.exit(f"error: {error}")
     parent = Path(config.run_dir)
-    runs: dict[str, list[str]] = {name: [] for name in wanted}
-    for seed in range(args.first_seed, args.first_seed + args.seeds):
-        for name, settings in wanted.items():
-            directory = parent / f"{name}-{seed}"
-            if not args.report:
-                more = [*settings, *args.settings, f"seed={seed}"]
-                train(directory, ["--config", args.config, *more])
-            if has_finished(directory):
-                runs[name].append(str(directory))
-    groups = [",".join(found) for found in runs.values() if found]
-    if sum(map(len, runs.values())) < 2:
-        parser.exit(0, "there is nothing to compare with yet: only one run has finished\n")
+    runs = run_all(args, variants, parent)
+    groups = [",".join(map(str, found)) for found in runs.values()]
+    if sum(map(len, runs.values())) == 1:
+        print(f"{groups[0]} is the only run that has finished, so it is compared with none")
+        return 0
     return lightning_jax(
         ["compare", *groups, "--axis", args.axis, "--png", str(parent / "signals.png")]
     )

@@ -27,11 +27,10 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sweep import has_finished, mean_and_error, train
+from sweep import add_flags, load_settings, mean_and_error, run_all
 
 from lightning_jax.engine.score import Scorer
 from lightning_jax.models.formats.load import LoadedModel, load_model
-from lightning_jax.settings import load_config
 from lightning_jax.system.files import replacing, write_whole
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.traces.store import Store
@@ -216,31 +215,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", default=CONFIG)
     parser.add_argument("--reward", action="append", choices=REWARDS, help="default: all")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--report", action="store_true", help="only report runs that have finished")
-    parser.add_argument("settings", nargs="*", metavar="key=value")
+    add_flags(parser, num_seeds=1)
     args = parser.parse_intermixed_args()
-    config = load_config(Config, [args.config, *args.settings])
+    config = load_settings(args)
     parent = Path(config.run_dir)
-    names = args.reward or list(REWARDS)
-    directories: dict[str, list[Path]] = {name: [] for name in names}
-    for seed in range(args.first_seed, args.first_seed + args.seeds):
-        for name in names:
-            directory = parent / f"{name}-{seed}"
-            if not args.report:
-                more = (*REWARDS[name], *args.settings, f"seed={seed}")
-                train(directory, ["--config", args.config, *more])
-            if has_finished(directory):
-                directories[name].append(directory)
-    directories = {name: found for name, found in directories.items() if found}
-    if not directories:
-        parser.exit(1, f"{parent} has no finished run; run without --report first\n")
-    results = {
-        name: [result_of(directory, config) for directory in found]
-        for name, found in directories.items()
-    }
-    plot(directories, parent / "openended.png")
+    runs = run_all(args, {name: REWARDS[name] for name in args.reward or REWARDS}, parent)
+    results = {name: [result_of(run, config) for run in found] for name, found in runs.items()}
+    plot(runs, parent / "openended.png")
     report = f"{table(results)}\n{samples(results)}\n"
     write_whole(parent / "report.md", report)
     print(report)

@@ -23,6 +23,16 @@ def require_text(record: Record, names: tuple[str, ...], where: str) -> None:
             raise wrong_field(where, name, value, "a non-empty string", "invalid")
 
 
+def require_no_root(root: str | Path | None, what: str) -> None:
+    """Raise DatasetError if there is a `data.root`, because `what` are generated."""
+    if root is not None:
+        raise DatasetError(
+            f"data.root is {str(root)!r}; expected null, because {what} are generated.",
+            reason="unsupported",
+            key="data.root",
+        )
+
+
 def wrong_field(
     where: str, name: str, value: Any, expected: str, reason: str = "wrong_type"
 ) -> DatasetError:

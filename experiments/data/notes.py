@@ -3,7 +3,8 @@
 import random
 from pathlib import Path
 
-from lightning_jax.train.task_files import DatasetError
+from dataset_files import require_no_root
+
 from lightning_jax.types import Task
 
 TOPICS = (
@@ -26,12 +27,7 @@ def load_notes(
     A task has `id`, `question`, `topic` and `words` (two that the note should use). A topic with
     its words is in one split only. Reads and writes nothing. Raises DatasetError.
     """
-    if root is not None:
-        raise DatasetError(
-            f"data.root is {str(root)!r}; expected null, because notes are generated.",
-            reason="unsupported",
-            key="data.root",
-        )
+    require_no_root(root, "notes")
     rng = random.Random(0)
     found: dict[tuple[str, frozenset[str]], Task] = {}
     while len(found) < NUM_TRAIN + NUM_DEV:

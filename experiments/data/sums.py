@@ -3,7 +3,8 @@
 import random
 from pathlib import Path
 
-from lightning_jax.train.task_files import DatasetError
+from dataset_files import require_no_root
+
 from lightning_jax.types import Task
 
 LARGEST = 20
@@ -18,12 +19,7 @@ def load_sums(
     A task has `id`, `question` and `answer` (a number). Pairs of numbers in dev are not in train,
     in either order. Reads and writes nothing. Raises DatasetError.
     """
-    if root is not None:
-        raise DatasetError(
-            f"data.root is {str(root)!r}; expected null, because sums are generated.",
-            reason="unsupported",
-            key="data.root",
-        )
+    require_no_root(root, "sums")
     rng = random.Random(0)
     numbers = range(1, LARGEST + 1)
     pairs = [rng.sample((a, b), 2) for a in numbers for b in numbers if a <= b]

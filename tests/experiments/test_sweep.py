@@ -14,10 +14,10 @@ def test_mean_and_its_error_over_seeds() -> None:
 
 def test_a_finished_run_is_kept(tmp_path: Path) -> None:
     (tmp_path / "ended.json").write_text(json.dumps({"status": "finished"}))
-    sweep.train(tmp_path, ["no_such_setting=1"])
+    sweep.train(tmp_path, sweep.command("no_such_setting=1"))
 
 
 def test_a_run_that_fails_names_its_cause_and_its_output(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
-        sweep.train(tmp_path / "run", ["no_such_setting=1"])
+        sweep.train(tmp_path / "run", sweep.command("no_such_setting=1"))
     assert "no_such_setting" in str(caught.value) and str(tmp_path / "run.log") in str(caught.value)
