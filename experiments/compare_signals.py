@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sweep import add_flags, load_settings, run_all
+from sweep import add_flags, load_settings, refuse, run_all
 
 from lightning_jax.cli.main import main as lightning_jax
 from lightning_jax.settings import ConfigError
@@ -69,7 +69,7 @@ def main() -> int:
     try:
         variants = {name: settings_of(name, config) for name in args.signal or SIGNALS}
     except ConfigError as error:
-        sys.exit(f"error: {error}")
+        refuse(error)
     parent = Path(config.run_dir)
     runs = run_all(args, variants, parent)
     groups = [",".join(map(str, found)) for found in runs.values()]

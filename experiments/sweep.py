@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.train.config import Config
@@ -30,7 +31,13 @@ def load_settings(args: argparse.Namespace) -> Config:
     try:
         return load_config(Config, [args.config, *args.settings])
     except ConfigError as error:
-        sys.exit(f"error: {error}")
+        refuse(error)
+
+
+def refuse(error: ConfigError) -> NoReturn:
+    """Exit as argparse does for arguments that cannot be used."""
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 def run_all(

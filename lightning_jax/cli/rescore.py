@@ -11,6 +11,7 @@ from statistics import fmean
 
 from rich.console import Console
 
+from lightning_jax.cli.from_stored import print_policy
 from lightning_jax.errors import UserError
 from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.rollouts.config import AGENT
@@ -56,15 +57,6 @@ def rescore(
     return config, pairs
 
 
-def settings_of_new_run(run_dir: Path, settings: Sequence[str]) -> Config:
-    """Return the run's settings with these. Raises ConfigError if no new run can have them."""
-    from lightning_jax.train.offline import check_new
-
-    config = load_config(Config, [str(run_dir / SETTINGS), *settings])
-    check_new(config)
-    return config
-
-
 def train_rescored(
     run_dir: Path,
     config: Config,
@@ -97,8 +89,7 @@ def train_rescored(
         )
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{len(rows)} steps, {updates:.0f} updates")
-    console.print(f"policy: {config.run_dir}/policy", markup=False)
-    console.print(f"next: lightning-jax eval --run {config.run_dir}", markup=False)
+    print_policy(console, config.run_dir)
 
 
 def rescored_groups(
@@ -168,11 +159,7 @@ async def _rescored(
 ) -> list[list[Pair]]:
     tasks = _tasks(config, store, groups)
     async with _open_scorer(config, store) as scorer:
-        names = [
-            name
-            for name, reward in scorer.rewards.items()
-            if name != AGENT and not (groups[0][0].phase == "eval" and reward.needs_group)
-        ]
+        names = scorer.components(groups[0][0].phase)
         scoring = [
             scorer.rescore(task, group, names) for task, group in zip(tasks, groups, strict=True)
         ]

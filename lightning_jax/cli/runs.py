@@ -101,6 +101,7 @@ def run_rescore(arguments: argparse.Namespace) -> int:
     RUN-rescored. The run itself stays as it is, except that verdicts of judges are kept in its
     store.
     """
+    from lightning_jax.cli.from_stored import settings_of_new_run
     from lightning_jax.settings import ConfigError
     from lightning_jax.train.directory import SETTINGS, STORE, require_run
 
@@ -113,13 +114,12 @@ def run_rescore(arguments: argparse.Namespace) -> int:
             key="--train",
         )
 
-    # Imports JAX, so after the checks.
-    from lightning_jax.cli.rescore import rescore, settings_of_new_run, train_rescored
-
     config = None
     if arguments.train:
-        beside = f"run_dir={run_dir.with_name(run_dir.resolve().name + '-rescored')}"
-        config = settings_of_new_run(run_dir, [beside, *arguments.settings])
+        config = settings_of_new_run(run_dir, "-rescored", arguments.settings)
+
+    from lightning_jax.cli.rescore import rescore, train_rescored  # imports JAX, after the checks
+
     scored = rescore(run_dir, arguments.rewards, phase=arguments.phase, limit=arguments.limit)
     if config is not None:
         train_rescored(run_dir, config, scored, arguments)

@@ -38,17 +38,15 @@ def run_sft(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
+    from lightning_jax.cli.from_stored import print_policy, settings_of_new_run
     from lightning_jax.rollouts.conditions import parse_condition
-    from lightning_jax.settings import load_config
-    from lightning_jax.train.config import Config
     from lightning_jax.train.directory import SETTINGS, STORE, require_run
 
     stop_on_sigterm()
     source = arguments.run_dir
     require_run(source, SETTINGS, STORE)
     condition = parse_condition(arguments.where)
-    beside = f"run_dir={source.with_name(source.resolve().name + '-sft')}"
-    config = load_config(Config, [str(source / SETTINGS), beside, *arguments.settings])
+    config = settings_of_new_run(source, "-sft", arguments.settings)
 
     from lightning_jax.train.sft import Choice, learn_from_attempts  # imports JAX, after the checks
 
@@ -65,6 +63,5 @@ def run_sft(arguments: argparse.Namespace) -> int:
     losses = [row["warmup/loss"] for row in rows if "warmup/loss" in row]
     if losses:  # not if no attempt fits a row
         console.print(f"{len(rows)} steps: {losses[0]:.4f} to {losses[-1]:.4f} nats per token")
-    console.print(f"policy: {config.run_dir}/policy", markup=False)
-    console.print(f"next: lightning-jax eval --run {config.run_dir}", markup=False)
+    print_policy(console, config.run_dir)
     return 0

@@ -80,22 +80,28 @@ class Scorer:
     async def score(self, task: Task, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts of a group with the sums of their components as rewards.
 
-        In an evaluation or a search for prompts, components that compare attempts are left out. A
-        group that the store holds with its components stays as it is.
+        A group that the store holds with its components stays as it is.
         """
         scored = [rollout for rollout in rollouts if rollout.status == "scored"]
         if all(rollout.components for rollout in scored):
             return list(rollouts)
-        has_one_attempt = rollouts[0].phase in MEASURING
-        wanted = [
-            name
-            for name, reward in self.rewards.items()
-            if name != AGENT and not (has_one_attempt and reward.needs_group)
-        ]
+        wanted = self.components(rollouts[0].phase)
         changed, reasons = await self.rescore(task, scored, wanted)
         await self._store.in_order(self._store.set_scores, changed, reasons)
         by_id = {rollout.rollout_id: rollout for rollout in changed}
         return [by_id.get(rollout.rollout_id, rollout) for rollout in rollouts]
+
+    def components(self, phase: str) -> list[str]:
+        """Return the components to compute in a phase, all but what the agent returned.
+
+        Where a task has one attempt, those that compare attempts are left out.
+        """
+        has_one_attempt = phase in MEASURING
+        return [
+            name
+            for name, reward in self.rewards.items()
+            if name != AGENT and not (has_one_attempt and reward.needs_group)
+        ]
 
     async def rescore(
         self, task: Task, scored: Sequence[Rollout], names: Sequence[str]

@@ -31,6 +31,23 @@ def check_start(config: Config) -> None:
     _check_directory(config)
 
 
+def check_new(config: Config) -> None:
+    """Raise ConfigError if the run directory exists or the policies cannot be trained."""
+    if Path(config.run_dir).exists():
+        raise ConfigError(
+            f"run directory {config.run_dir} already exists; pass another run_dir.",
+            reason="exists",
+            key="run_dir",
+        )
+    if config.policies and not config.model.lora.rank:
+        raise ConfigError(
+            "this run has policies with weights of their own, which cannot learn from stored "
+            "attempts; set model.lora.rank.",
+            reason="unsupported",
+            key="policies",
+        )
+
+
 def check_agent(config: Config) -> None:
     """Raise ConfigError if no agent is named, or a file, function or program does not exist.
 

@@ -27,6 +27,7 @@ from lightning_jax.settings import ConfigError, save_config
 from lightning_jax.system.files import make_private, write_whole
 from lightning_jax.traces.store import Store
 from lightning_jax.train.attempts import Attempt, stored_attempts
+from lightning_jax.train.check import check_new
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import EXPORTED, METRICS, SETTINGS, STORE, find_weights
 from lightning_jax.train.export import export
@@ -139,23 +140,6 @@ def new_run(
         save_config(replace(config, num_steps=num_steps, warmup=warmup), directory / SETTINGS)
         Store(directory / STORE).close()
         yield config, model
-
-
-def check_new(config: Config) -> None:
-    """Raise ConfigError if the run directory exists or the policies cannot be trained."""
-    if Path(config.run_dir).exists():
-        raise ConfigError(
-            f"run directory {config.run_dir} already exists; pass another run_dir.",
-            reason="exists",
-            key="run_dir",
-        )
-    if config.policies and not config.model.lora.rank:
-        raise ConfigError(
-            "this run has policies with weights of their own, which cannot learn from stored "
-            "attempts; set model.lora.rank.",
-            reason="unsupported",
-            key="policies",
-        )
 
 
 def learn(

@@ -23,6 +23,7 @@ from lightning_jax.rollouts.config import PROMPT, PromptSearchConfig, key_of
 from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.rollouts.rewards import attempt_of
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, TooManyFailures, run_requests
+from lightning_jax.rollouts.verdicts import transcript_text, without_middle
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.packages import import_optional
@@ -155,13 +156,12 @@ class PromptSearch:
         self, config: Config, runner: Runner, tasks: Sequence[Task], step: int = 0
     ) -> None:
         """Take over what earlier searches chose up to `step`."""
-        self._config, self._search, self._runner = config, config.prompt_search, runner
+        self._config, self._runner = config, runner
         self._tasks, self._directory = tasks, Path(config.run_dir)
         self._chosen = read_chosen(self._directory)
         runner.prompts.update(present_prompts(config.prompts, self._chosen, step))
-        if self._search.every:
-            self._gepa = import_optional("gepa", PACKAGE)
-            self._endpoint = endpoint_of(self._search, config.rollout, runner.gateway)
+        if config.prompt_search.every:
+            self._endpoint = endpoint_of(config.prompt_search, config.rollout, runner.gateway)
 
     async def search_if_due(self, step: int) -> Metrics:
         """Search for better prompts before `step`, use them, and return metrics, {} if none is due.
@@ -179,7 +179,7 @@ class PromptSearch:
         before = dict(self._runner.prompts)
         loop = asyncio.get_running_loop()
         running = _Search(self._runner, self._config, self._endpoint, step, loop)
-        chosen = await running.run(self._gepa, self._tasks, before)
+        chosen = await running.run(self._tasks, before)
         self._runner.prompts.update(chosen.prompts)
         self._chosen = [entry for entry in self._chosen if entry.step != step] + [chosen]
         await run_in_thread(write_chosen, self._directory, self._chosen)
@@ -244,9 +244,9 @@ class _Search:
             "prompts/tokens": float(self.counts.tokens),
         }
 
-    async def run(self, gepa: Any, tasks: Sequence[Task], before: dict[str, str]) -> Chosen:
+    async def run(self, tasks: Sequence[Task], before: dict[str, str]) -> Chosen:
         """Return what the search chose. If cancelled, end its rollouts first."""
-        search = self.config.prompt_search
+        search, gepa = self.config.prompt_search, import_optional("gepa", PACKAGE)
         seed = derive_seed(self.config.seed, "prompts", self.step)
         train, dev = choose_tasks(tasks, search, seed)
         stored = await self.runner.store.in_order(
@@ -381,7 +381,6 @@ class _Search:
             for task, rollout in zip(batch, rollouts, strict=True):
                 attempt = attempt_of(rollout, store.spans(rollout.rollout_id), decode)
                 fields = shorten_task({k: value for k, value in task.items() if k != "id"})
-                lines = [f"{m['role']}: {m['content']}" for m in attempt.transcript]
                 reasons = store.reasons(rollout.rollout_id)
                 feedback = [
                     f"reward {rollout.reward:g}",
@@ -391,9 +390,9 @@ class _Search:
                 ]
                 found.append(
                     {
-                        "Inputs": _cut(json.dumps(fields, ensure_ascii=False)),
-                        "Generated Outputs": _cut("\n".join(lines)),
-                        "Feedback": _cut("; ".join(feedback)),
+                        "Inputs": without_middle(json.dumps(fields, ensure_ascii=False), MAX_SHOWN),
+                        "Generated Outputs": transcript_text(attempt.transcript, MAX_SHOWN),
+                        "Feedback": without_middle("; ".join(feedback), MAX_SHOWN),
                     }
                 )
             return found
@@ -417,11 +416,3 @@ def _is_usable(text: str, max_chars: int) -> bool:
 def _check_text(text: str) -> None:
     if not text.strip():
         raise ValueError("it is empty")
-
-
-def _cut(text: str) -> str:
-    """Return the text without the middle of a long one."""
-    if len(text) <= MAX_SHOWN:
-        return text
-    half = MAX_SHOWN // 2
-    return f"{text[:half]} [...] {text[-half:]}"

@@ -13,9 +13,10 @@ from pathlib import Path
 from lightning_jax.rl.train_state import TrainState
 from lightning_jax.rollouts.conditions import Condition
 from lightning_jax.train.attempts import Attempt, attempt_sequences, choose_attempts
+from lightning_jax.train.check import check_new
 from lightning_jax.train.config import Config
 from lightning_jax.train.metrics import Row
-from lightning_jax.train.offline import Start, check_new, learn, new_run, read_attempts
+from lightning_jax.train.offline import Start, learn, new_run, read_attempts
 from lightning_jax.train.tasks import TaskIterator
 from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Metrics, Rollout

@@ -122,6 +122,18 @@ def _start(*arguments: str) -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
+def _run_two(folder: Path, kind: str) -> Path:
+    """Run two processes of a kind to their end, and return the run directory."""
+    model_dir, run = folder / "tiny", folder / "run"
+    save_hf(model_dir, tiny_model())
+    port = str(free_port())
+    processes = [_start(str(model_dir), str(run), port, str(i), kind) for i in range(2)]
+    for process in processes:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "dpo", "adapters", "policies", "own"])
 def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
@@ -164,13 +176,7 @@ def test_two_processes_match_one(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_checkpoint_of_weights_without_an_update_is_written(tmp_path: Path) -> None:
-    model_dir, run = tmp_path / "tiny", tmp_path / "run"
-    save_hf(model_dir, tiny_model())
-    port = str(free_port())
-    processes = [_start(str(model_dir), str(run), port, str(i), "untrained") for i in range(2)]
-    for process in processes:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+    run = _run_two(tmp_path, "untrained")
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["train/num_updates"] for row in rows[:2]] == [0, 0]
     assert sorted(int(path.name) for path in (run / "checkpoints").iterdir()) == [2]
@@ -178,13 +184,7 @@ def test_checkpoint_of_weights_without_an_update_is_written(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_two_processes_search_for_prompts(tmp_path: Path) -> None:
-    model_dir, run = tmp_path / "tiny", tmp_path / "run"
-    save_hf(model_dir, tiny_model())
-    port = str(free_port())
-    processes = [_start(str(model_dir), str(run), port, str(i), "prompts") for i in range(2)]
-    for process in processes:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+    run = _run_two(tmp_path, "prompts")
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows if "prompts/changed" in row] == [1]
     assert rows[1]["prompts/calls"] >= 1 and rows[1]["prompts/failed"] == 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from coded import raises_coded
 from test_groups import TASKS, _config
+from test_sft import settings
 
 from lightning_jax.cli.main import main
 from lightning_jax.models.formats.load import load_model
@@ -52,10 +53,6 @@ def rewards_file(folder: Path, component: str, kind: str = "function") -> str:
     file = folder / "rewards.yaml"
     file.write_text(f"rewards: {{{component}: {{{kind}: rewards.py:{component}}}}}\n")
     return str(file)
-
-
-def settings(run_dir: Path, out: Path, *changes: str) -> Config:
-    return load_config(Config, [str(run_dir / "config.yaml"), f"run_dir={out}", *changes])
 
 
 def stored(run_dir: Path) -> dict[str, Rollout]:
