@@ -200,10 +200,14 @@ def describe(name: str) -> Description | None:
     description of the whole. A warm-up's `warmup/` metrics have those of `train/`.
     """
     area, _, rest = name.partition("/")
-    whole = f"{'train' if area == 'warmup' else area}/{rest.split('/', 1)[0]}"
-    if whole in METRICS:
-        return METRICS[whole]
-    return next((METRICS[key] for key, made in _PATTERNS if made.fullmatch(whole)), None)
+    area = "train" if area == "warmup" else area
+    for known in (f"{area}/{rest.split('/', 1)[0]}", f"{area}/{rest}"):
+        if known in METRICS:
+            return METRICS[known]
+        found = next((METRICS[key] for key, made in _PATTERNS if made.fullmatch(known)), None)
+        if found is not None:
+            return found
+    return None
 
 
 _PATTERNS = [
