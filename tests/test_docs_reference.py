@@ -45,6 +45,7 @@ def test_every_metric_in_the_source_is_described() -> None:
         ("rollout/agent_f1_mean", "rollout/agent_NAME_mean"),
         ("rollout/rule_broken_without_call", "rollout/rule_NAME_without_call"),
         ("rollout/dropped_call_timeout", "rollout/dropped_REASON"),
+        ("audit/correlation/agent~length", "audit/correlation/NAME"),
     ],
 )
 def test_a_metric_of_a_part_has_the_description_of_the_whole(name: str, key: str) -> None:
