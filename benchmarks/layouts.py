@@ -117,7 +117,9 @@ def run(layout: str, seed: int, directory: Path, more: Sequence[str]) -> None:
     """Train, unless the directory has a finished run."""
     devices = f"--xla_force_host_platform_device_count={LAYOUTS[layout].num_devices}"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
-    sweep.train(directory, command(layout, seed, directory, more), {"XLA_FLAGS": flags})
+    sweep.train(
+        [sweep.Training(directory, command(layout, seed, directory, more), {"XLA_FLAGS": flags})]
+    )
 
 
 def report(directory: Path) -> dict[str, list[Measured]]:

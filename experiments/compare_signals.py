@@ -8,11 +8,11 @@
     difficulty     demonstrations, then rewards, with tasks that are solved in some attempts
 
     python experiments/compare_signals.py --config experiments/configs/spider_cpu.yaml
-        [--signal hint --signal grpo] [--seeds 3] [--first-seed 0] [--axis samples] [--report]
-        [key=value ...]
+        [--signal hint --signal grpo] [--seeds 3] [--first-seed 0] [--jobs 1] [--axis samples]
+        [--report] [key=value ...]
 
-The runs go one after another into `run_dir`, and finished ones are kept. The end of the output is
-that of `lightning-jax compare`, with seeds as runs of one experiment. signals.png has the curves.
+Runs are in `run_dir`, and finished ones are kept. The end of the output is that of `lightning-jax
+compare`, with seeds as runs of one experiment. signals.png has the curves.
 """
 
 import argparse

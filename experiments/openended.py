@@ -12,10 +12,11 @@ numbers between 0 and 1: the probability of a token under the initial model (geo
 note), the share of word 3-grams that repeat nothing, and whether the note is one whole sentence.
 
     python experiments/openended.py --config experiments/configs/openended_cpu.yaml [key=value ...]
-        [--reward proxy --reward rubric] [--seeds 3] [--first-seed 0] [--report]
+        [--reward proxy --reward rubric] [--seeds 3] [--first-seed 0] [--jobs 2] [--report]
 
-The runs go one after another into `run_dir`, and finished ones are kept. The end of the output is a
-table, with notes of the first requests. openended.png has the curves.
+Two runs train at once, which takes 12 GB; `--jobs 1` trains one. They are in `run_dir`, and
+finished ones are kept. The end of the output is a table, with notes of the first requests.
+openended.png has the curves.
 """
 
 import argparse
@@ -215,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", default=CONFIG)
     parser.add_argument("--reward", action="append", choices=REWARDS, help="default: all")
-    add_flags(parser, num_seeds=1)
+    add_flags(parser, num_seeds=1, num_jobs=2)
     args = parser.parse_intermixed_args()
     config = load_settings(args)
     parent = Path(config.run_dir)

@@ -1,4 +1,4 @@
-"""Runs of one experiment under several settings.
+"""Runs of one experiment under several settings, one or more at a time.
 
 Every run has a process of its own. Finished runs are kept.
 """
@@ -9,7 +9,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,11 +20,37 @@ from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.train.config import Config
 from lightning_jax.train.status import read_end
 
+POLL_S = 0.2  # between two looks at running processes
 
-def add_flags(parser: argparse.ArgumentParser, *, num_seeds: int) -> None:
+
+@dataclass(frozen=True)
+class Training:
+    """A run's directory, the command that trains it, and variables that the command needs."""
+
+    directory: Path
+    words: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def log(self) -> Path:
+        """File with the output of the command, beside the directory."""
+        return self.directory.with_suffix(".log")
+
+
+@dataclass(frozen=True)
+class _Child:
+    training: Training
+    process: subprocess.Popen[bytes]
+    started: float  # by the monotonic clock
+
+
+def add_flags(parser: argparse.ArgumentParser, *, num_seeds: int, num_jobs: int = 1) -> None:
     """Add the flags that `run_all` reads, except `--config`."""
     parser.add_argument("--seeds", type=int, default=num_seeds, help="number of them (%(default)s)")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument(
+        "--jobs", type=int, default=num_jobs, help="runs at once, 6 GB each (%(default)s)"
+    )
     parser.add_argument("--report", action="store_true", help="only report runs that have finished")
     parser.add_argument("settings", nargs="*", metavar="key=value")
 
@@ -48,18 +77,21 @@ def run_all(
     `variants` are settings by name. With `--report` nothing is trained. Exits with one sentence if
     a run fails or none has finished.
     """
-    found: dict[str, list[Path]] = {}
+    directories: dict[str, list[Path]] = {name: [] for name in variants}
+    trainings: list[Training] = []
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name, settings in variants.items():
             directory = parent / f"{name}-{seed}"
             more = (*settings, *args.settings, f"seed={seed}", f"run_dir={directory}")
-            if not args.report:
-                train(directory, command("--config", args.config, *more))
-            if has_finished(directory):
-                found.setdefault(name, []).append(directory)
+            trainings.append(Training(directory, command("--config", args.config, *more)))
+            directories[name].append(directory)
+    if not args.report:
+        train(trainings, args.jobs)
+    finished = {name: [*filter(has_finished, paths)] for name, paths in directories.items()}
+    found = {name: paths for name, paths in finished.items() if paths}
     if not found:
         sys.exit(f"{parent} has no finished run; run without --report first")
-    return {name: found[name] for name in variants if name in found}
+    return found
 
 
 def command(*arguments: str) -> list[str]:
@@ -67,35 +99,59 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "lightning_jax", "train", *arguments]
 
 
-def train(
-    directory: Path, words: Sequence[str], environment: Mapping[str, str] | None = None
-) -> None:
-    """Train in a child process, or resume, unless the run in the directory has finished.
+def train(trainings: Sequence[Training], num_jobs: int = 1) -> None:
+    """Train or resume each run that has not finished, at most `num_jobs` at once.
 
-    Its output is in a file beside the directory. A run that learned nothing has finished too.
-    Exits with one sentence if it fails. After Ctrl-C, wait until the run has saved.
+    A run that learned nothing has finished too. Exits with one sentence if a run fails, once those
+    beside it have ended. After Ctrl-C, wait until the running ones have saved.
     """
+    waiting = deque(item for item in trainings if not has_finished(item.directory))
+    running: list[_Child] = []
+    failures: list[str] = []
+    try:
+        while running or (waiting and not failures):
+            while waiting and not failures and len(running) < max(num_jobs, 1):
+                running.append(_start(waiting.popleft()))
+            for child in [child for child in running if child.process.poll() is not None]:
+                running.remove(child)
+                failures += _end(child)
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:  # which the children got, too
+        print("stopping: waiting for the runs to save (Ctrl-C again: stop now)", flush=True)
+        _wait_or_kill(running)
+        sys.exit("stopped; run the same command to resume")
+    if failures:
+        sys.exit("; ".join(failures))
+
+
+def _start(training: Training) -> _Child:
+    training.directory.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{training.directory}: training; its output is in {training.log}", flush=True)
+    variables = {**os.environ, **training.environment}
+    with training.log.open("w") as output:
+        process = subprocess.Popen(training.words, env=variables, stdout=output, stderr=output)
+    return _Child(training, process, time.monotonic())
+
+
+def _end(child: _Child) -> list[str]:
+    """Say how long an ended run took, or return the sentence that says why it failed."""
+    directory, log = child.training.directory, child.training.log
     if has_finished(directory):
-        return
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    log, started = directory.with_suffix(".log"), time.monotonic()
-    variables = {**os.environ, **(environment or {})}
-    print(f"{directory}: training; its output is in {log}", flush=True)
-    with log.open("w") as output:
-        process = subprocess.Popen(words, env=variables, stdout=output, stderr=output)
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:  # which the child got, too
-            print("stopping: waiting for the run to save (Ctrl-C again: stop now)", flush=True)
-            try:
-                process.wait()
-            except KeyboardInterrupt:
-                process.kill()
-            sys.exit("stopped; run the same command to resume")
-    if not has_finished(directory):
-        last = (log.read_text(errors="replace").strip() or "no output").splitlines()[-1]
-        sys.exit(f"{directory} ended with status {code}: {last}; {log} has all of its output")
-    print(f"{directory}: {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{directory}: {time.monotonic() - child.started:.0f} s", flush=True)
+        return []
+    last = (log.read_text(errors="replace").strip() or "no output").splitlines()[-1]
+    code = child.process.returncode
+    return [f"{directory} ended with status {code}: {last}; {log} has all of its output"]
+
+
+def _wait_or_kill(running: Sequence[_Child]) -> None:
+    try:
+        for child in running:
+            child.process.wait()
+    except KeyboardInterrupt:
+        for child in running:
+            with suppress(ProcessLookupError):
+                child.process.kill()
 
 
 def has_finished(directory: Path) -> bool:
