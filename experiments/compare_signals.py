@@ -6,6 +6,7 @@
     hint_grpo      the same, whose weight falls to 0 while rewards count from the first step
     best_of_group  demonstrations, then supervised steps on the best attempt of each group
     difficulty     demonstrations, then rewards, with tasks that are solved in some attempts
+    dynamic        demonstrations, then rewards, with new groups drawn for those without a gradient
 
     python experiments/compare_signals.py --config experiments/configs/spider_cpu.yaml
         [--signal hint --signal grpo] [--seeds 3] [--first-seed 0] [--jobs 1] [--axis samples]
@@ -34,6 +35,7 @@ SIGNALS: Mapping[str, Sequence[str]] = {
     "hint_grpo": (NO_WARMUP, "distill.final_coef=0"),
     "best_of_group": ("algorithm.loss=raft", "algorithm.normalize=none"),
     "difficulty": ("data.sampler=difficulty",),
+    "dynamic": ("algorithm.max_sampling_rounds=3",),
 }
 
 
