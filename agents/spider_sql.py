@@ -225,7 +225,8 @@ async def run(
 
 def hint(task: Task) -> str:
     """Return the gold query for a teacher to read (docs/howto/learn_from_hints.md)."""
-    return f"Answer: {task['query'].rstrip('; ')};\nCopy this answer."
+    query = task["query"].rstrip("; ")
+    return f"Your whole reply is this one line. Repeat it word by word:\n{query};"
 
 
 def demonstrate(tasks: Sequence[Task]) -> list[list[Message]]:

@@ -85,7 +85,7 @@ class Checkpointer:
 
     def warn_of_disk(self, state: Any) -> None:
         """Warn if the disk is too small for the checkpoints to keep and the one being written."""
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(_kept(state)))
+        size = _size(_kept(state))
         needed = size * (self._keep + 1 - len(self.steps))
         free = shutil.disk_usage(self._directory).free
         if needed > free:
@@ -102,6 +102,7 @@ class Checkpointer:
         Raises CheckpointError, for example on a full disk.
         """
         kept = _kept(state)
+        self._check_space(step, _size(kept))
         described = {"shapes": _shapes(kept), "progress": progress}
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(kept), progress=ocp.args.JsonSave(described)
@@ -118,6 +119,23 @@ class Checkpointer:
                 reason=reason,
                 key=str(step),
             ) from error
+
+    def _check_space(self, step: int, size: int) -> None:
+        """Raise CheckpointError if less than half of a checkpoint's bytes are free.
+
+        Half, because files are compressed. A disk that is full later ends the write as well, but
+        then each of its threads prints a traceback. Not with several processes, of which none may
+        leave alone.
+        """
+        free = shutil.disk_usage(self._directory).free
+        if jax.process_count() == 1 and free < size / 2:
+            raise CheckpointError(
+                f"the checkpoint of step {step} needs {size / 1e9:.1f} GB, and {self._directory} "
+                f"has {free / 1e9:.1f} GB free. Free some disk space; then run the same command "
+                "to resume from the previous checkpoint.",
+                reason="disk_full",
+                key=str(step),
+            )
 
     def clear(self) -> None:
         """Delete all checkpoints."""
@@ -224,6 +242,11 @@ def _kept(state: Any) -> Any:
     return jax.tree.map(
         lambda state: _Kept(*(getattr(state, name) for name in names)), state, is_leaf=_is_state
     )
+
+
+def _size(state: Any) -> int:
+    """Return the number of bytes of all arrays."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def _shapes(state: Any) -> dict[str, list[int]]:

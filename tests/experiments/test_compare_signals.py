@@ -36,7 +36,7 @@ def test_each_signal_is_a_config_of_each_task(task: str, signal: str) -> None:
         (
             "spider_sql",
             {"query": "SELECT name FROM pet;"},
-            "Answer: SELECT name FROM pet;\nCopy this answer.",
+            "Your whole reply is this one line. Repeat it word by word:\nSELECT name FROM pet;",
         ),
         ("from_scratch", {"question": "What is 17 + 25?", "answer": 42}, "Answer: 42"),
         ("calcx_math", {"question": "Two and 2?", "result": "4"}, "The answer is 4."),

@@ -1,6 +1,7 @@
 """Tests of checkpoints: restoring returns the saved state, and writes are atomic."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import jax
@@ -64,6 +65,18 @@ def test_a_disk_too_small_for_the_checkpoints_is_reported(
         checkpointer.close()
     (warning,) = records(caplog, "disk_small")
     assert warning.needed > warning.free
+
+
+def test_a_full_disk_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with raises_coded(CheckpointError, "disk_full", "1"):
+        checkpointer.save(1, _state(1), {})
+    assert not list((tmp_path / "c").iterdir())
+    checkpointer.close()
 
 
 @pytest.mark.parametrize(
