@@ -251,6 +251,11 @@ def demonstrate(tasks: Sequence[Task]) -> list[list[Message]]:
     return conversations
 
 
+def demonstrate_queries(tasks: Sequence[Task]) -> list[list[Message]]:
+    """Return demonstrations of the first query alone, without its check and rewrites."""
+    return [[*first_messages(task), _solved(task, "writer")[0]] for task in tasks]
+
+
 def _solved(task: Task, agent: str) -> list[Message]:
     sql = tidy(task["query"])
     seen, _ = observe(task["db_path"], sql)

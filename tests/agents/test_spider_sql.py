@@ -204,6 +204,14 @@ def test_a_wrong_query_is_context_and_its_verdict_is_learned(task: dict[str, Any
     assert len({c[3]["content"].startswith("Error: ") for c in repairs}) == 2  # both kinds occur
 
 
+def test_queries_alone_are_how_whole_demonstrations_begin(task: dict[str, Any]) -> None:
+    tasks = _tasks(task)
+    whole = spider_sql.demonstrate(tasks)
+    for conversation, mine in zip(spider_sql.demonstrate_queries(tasks), tasks, strict=True):
+        assert conversation[-1]["content"] == spider_sql.tidy(mine["query"])
+        assert conversation in [found[: len(conversation)] for found in whole]
+
+
 def test_the_same_tasks_give_the_same_demonstrations(task: dict[str, Any]) -> None:
     tasks = _tasks(task)
     once = json.dumps(spider_sql.demonstrate(tasks))
