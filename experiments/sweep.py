@@ -46,13 +46,21 @@ class _Child:
 
 def add_flags(parser: argparse.ArgumentParser, *, num_seeds: int, num_jobs: int = 1) -> None:
     """Add the flags that `run_all` reads, except `--config`."""
-    parser.add_argument("--seeds", type=int, default=num_seeds, help="number of them (%(default)s)")
+    parser.add_argument(
+        "--seeds", type=_count, default=num_seeds, help="number of them (%(default)s)"
+    )
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument(
-        "--jobs", type=int, default=num_jobs, help="runs at once, 6 GB each (%(default)s)"
+        "--jobs", type=_count, default=num_jobs, help="runs at once, 6 GB each (%(default)s)"
     )
     parser.add_argument("--report", action="store_true", help="only report runs that have finished")
     parser.add_argument("settings", nargs="*", metavar="key=value")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def load_settings(args: argparse.Namespace) -> Config:
@@ -110,7 +118,7 @@ def train(trainings: Sequence[Training], num_jobs: int = 1) -> None:
     failures: list[str] = []
     try:
         while running or (waiting and not failures):
-            while waiting and not failures and len(running) < max(num_jobs, 1):
+            while waiting and not failures and len(running) < num_jobs:
                 running.append(_start(waiting.popleft()))
             for child in [child for child in running if child.process.poll() is not None]:
                 running.remove(child)

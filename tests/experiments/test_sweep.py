@@ -1,5 +1,6 @@
 """Tests of runs under several settings."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -60,3 +61,14 @@ def test_no_run_starts_after_one_failed(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no luck"):
         sweep.train(trainings)
     assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "two"])
+def test_a_number_of_runs_that_is_none_is_refused(
+    jobs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    sweep.add_flags(parser, num_seeds=1)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--jobs", jobs])
+    assert "at least 1" in capsys.readouterr().err
