@@ -86,6 +86,7 @@ FILES = {
     },
     "docs/howto/add_a_loss.md": {"my_loss.py": ("python", 0)},
     "docs/howto/bring_your_own_tasks.md": {"my_tasks.py": ("python", 0)},
+    "docs/howto/learn_from_hints.md": {"agent.py": ("python", 0)},
     "docs/howto/rewards_from_judges.md": {
         "other.yaml": ("yaml", 0),
         "rewards.py": ("python", 0),
@@ -95,7 +96,8 @@ FILES = {
     "docs/howto/warm_up_on_demonstrations.md": {"agent.py": ("python", 0)},
     "docs/howto/write_your_own_loop.md": {"my_loop.py": ("python", 0)},
 }
-APPENDED = {"docs/howto/warm_up_on_demonstrations.md"}  # the file gets more lines
+# The file gets more lines.
+APPENDED = {"docs/howto/learn_from_hints.md", "docs/howto/warm_up_on_demonstrations.md"}
 REPEATS = {"tasks.jsonl": 20}  # a page shows two of a few hundred tasks
 SHORTER = {"my_loop.py": {"smollm2-135m-instruct": "tiny", "range(5)": "range(1)"}}
 # Edits of the package that a page asks for: its file, the line after which, and the new lines.
@@ -271,7 +273,7 @@ class Shell:
                 settings = self._settings(rest, EXPERIMENT | TINY_AGENT | run_dir)
                 return ["env", "-C", str(ROOT), sys.executable, script, *settings]
             case ["python", script, *rest] if script.startswith("benchmarks/"):
-                return [sys.executable, str(ROOT / script), *rest, *ARGUMENTS[script]]
+                return [sys.executable, str(ROOT / script), *rest, *ARGUMENTS.get(script, [])]
             case ["python", "-m", "pytest", *rest]:
                 paths = [str(ROOT / word) if word.startswith("tests/") else word for word in rest]
                 return [sys.executable, "-m", "pytest", f"--rootdir={ROOT}", *paths]
