@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from sweep import mean_and_error
+from sweep import count, mean_and_error, refuse
 
 import lightning_jax as lj
 
@@ -85,10 +85,17 @@ async def compare(
             )
 
 
+def temperature(text: str) -> float:
+    """Return the number that a flag has. Raises ValueError unless the engine can sample at it."""
+    return lj.SamplingParams(temperature=float(text)).temperature
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tasks", type=int, default=40, help="number of them (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--tasks", type=count, default=40, help="number of them (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=temperature, default=0.0, help="0 to 10; 0 is greedy (%(default)s)"
+    )
     parser.add_argument("--wording", action="append", choices=WORDINGS, help="default: all")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     args = parser.parse_args()
@@ -97,7 +104,12 @@ def main() -> None:
         random.Random(0).shuffle(tasks)
         names = args.wording or list(WORDINGS)
         lj.keep_compiled()
-        asyncio.run(compare(tasks[: args.tasks], names, args.model, args.temperature))
+        try:
+            asyncio.run(compare(tasks[: args.tasks], names, args.model, args.temperature))
+        except lj.UserError as error:
+            refuse(error)
+        except KeyboardInterrupt:
+            sys.exit("stopped; the rows above are whole")
 
 
 if __name__ == "__main__":

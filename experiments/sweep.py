@@ -11,11 +11,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.train.config import Config
 from lightning_jax.train.status import read_end
@@ -47,17 +47,18 @@ class _Child:
 def add_flags(parser: argparse.ArgumentParser, *, num_seeds: int, num_jobs: int = 1) -> None:
     """Add the flags that `run_all` reads, except `--config`."""
     parser.add_argument(
-        "--seeds", type=_count, default=num_seeds, help="number of them (%(default)s)"
+        "--seeds", type=count, default=num_seeds, help="number of them (%(default)s)"
     )
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument(
-        "--jobs", type=_count, default=num_jobs, help="runs at once, 6 GB each (%(default)s)"
+        "--jobs", type=count, default=num_jobs, help="runs at once, 6 GB each (%(default)s)"
     )
     parser.add_argument("--report", action="store_true", help="only report runs that have finished")
     parser.add_argument("settings", nargs="*", metavar="key=value")
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Return the number that a flag has. Raises ArgumentTypeError unless it is 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
@@ -71,7 +72,7 @@ def load_settings(args: argparse.Namespace) -> Config:
         refuse(error)
 
 
-def refuse(error: ConfigError) -> NoReturn:
+def refuse(error: UserError) -> NoReturn:
     """Exit as argparse does for arguments that cannot be used."""
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
@@ -158,8 +159,7 @@ def _wait_or_kill(running: Sequence[_Child]) -> None:
             child.process.wait()
     except KeyboardInterrupt:
         for child in running:
-            with suppress(ProcessLookupError):
-                child.process.kill()
+            child.process.kill()
 
 
 def has_finished(directory: Path) -> bool:

@@ -102,12 +102,12 @@ class Checkpointer:
         Raises CheckpointError, for example on a full disk.
         """
         kept = _kept(state)
-        self._check_space(step, _size(kept))
         described = {"shapes": _shapes(kept), "progress": progress}
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(kept), progress=ocp.args.JsonSave(described)
         )
         try:
+            self._check_space(_size(kept))
             self._manager.save(step, args=arguments, force=True)
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
@@ -120,21 +120,17 @@ class Checkpointer:
                 key=str(step),
             ) from error
 
-    def _check_space(self, step: int, size: int) -> None:
-        """Raise CheckpointError if less than half of a checkpoint's bytes are free.
+    def _check_space(self, size: int) -> None:
+        """Raise OSError if the disk has room for less than half of a checkpoint of `size` bytes.
 
-        Half, because files are compressed. A disk that is full later ends the write as well, but
-        then each of its threads prints a traceback. Not with several processes, of which none may
-        leave alone.
+        Half may be enough, because checkpoints are compressed. Without this check each thread that
+        writes to a full disk prints a traceback. Runs of several processes skip the check, because
+        the other processes would wait for the one that raises.
         """
         free = shutil.disk_usage(self._directory).free
         if jax.process_count() == 1 and free < size / 2:
-            raise CheckpointError(
-                f"the checkpoint of step {step} needs {size / 1e9:.1f} GB, and {self._directory} "
-                f"has {free / 1e9:.1f} GB free. Free some disk space; then run the same command "
-                "to resume from the previous checkpoint.",
-                reason="disk_full",
-                key=str(step),
+            raise OSError(
+                f"{os.strerror(errno.ENOSPC)} ({size / 1e9:.1f} GB needed, {free / 1e9:.1f} free)"
             )
 
     def clear(self) -> None:
