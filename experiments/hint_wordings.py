@@ -109,7 +109,7 @@ def main() -> None:
         except lj.UserError as error:
             refuse(error)
         except KeyboardInterrupt:
-            sys.exit("stopped; the rows above are whole")
+            sys.exit("stopped; the rows above are complete")
 
 
 if __name__ == "__main__":
