@@ -116,8 +116,8 @@ class Executables:
             self.request(size, *arguments)
 
     def request(self, size: Size, *arguments: Any) -> None:
-        """Let the compiler's thread compile this size, unless that has been done."""
-        if size not in self._ready:
+        """Let the compiler's thread compile this size, unless that was done or asked for."""
+        if size not in self._ready and size not in self._requested:
             shapes = _shapes(arguments)
             self._requested.add(size)
             self._compiler.request((self._name, size), lambda: self.exactly(size, *shapes))
