@@ -169,10 +169,12 @@ def compile_plan(
     if devices is not None:  # JAX caches programs for absent devices but cannot load them
         jax.config.update("jax_enable_compilation_cache", False)
     updater = phase_updater(model, config, supervised=False, devices=devices)
-    needed = max(
-        lowered.compile().memory_analysis().temp_size_in_bytes
-        for lowered in lower_step(updater, config)
-    )
+    # From JAX 0.11 on, a kernel for an absent GPU is lowered only under a mesh that names the GPU.
+    with jax.sharding.use_abstract_mesh(updater.mesh.abstract_mesh):
+        needed = max(
+            lowered.compile().memory_analysis().temp_size_in_bytes
+            for lowered in lower_step(updater, config)
+        )
     _, *estimates, logits = step_items(model, config, updater.mesh)
     known = tuple(item for item in plan.items if item not in estimates)
     rest = max(needed - logits.num_bytes, 0)

@@ -97,7 +97,7 @@ def _gpus(target: str, name: str, number: int) -> Sequence[Any]:
     described = (
         f"gpu_device_info {{ {facts} }}\n"
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}\n'
-        f'device_description_str: "{name.upper()}"'
+        f'device_description_str: "NVIDIA {name.upper()}"'  # the name by which JAX knows it
     )
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the check needs a GPU
     try:

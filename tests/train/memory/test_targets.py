@@ -94,4 +94,4 @@ def test_a_training_step_is_compiled_for_a_gpu_that_is_not_here() -> None:
     command += ["data.root=DIR", "--target", "h100"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "on each of 1 x H100" in done.stdout and "as compiled" in done.stdout
+    assert "on each of 1 x NVIDIA H100" in done.stdout and "as compiled" in done.stdout
