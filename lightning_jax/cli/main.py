@@ -31,6 +31,7 @@ from lightning_jax.cli.runtime import (
     installed_version,
     is_unwritable,
     keep_compiled,
+    lack_of_memory,
     log_plainly,
     number_of,
     parse,
@@ -93,6 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_unwritable(error):
             raise
         return _fail(f"error: {error}; free disk space or fix permissions, then try again.", 1)
+    except Exception as error:
+        if (sentence := lack_of_memory(error)) is None:
+            raise
+        return _fail(f"error: {sentence}", 1)
     except KeyboardInterrupt:
         _fail(STOPPED if arguments.run is _train else "stopped", 130)
         # After an interrupted compilation, JAX crashes at interpreter exit.

@@ -141,6 +141,22 @@ def is_unwritable(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
+def lack_of_memory(error: Exception) -> str | None:
+    """Return a sentence if a device could not allocate an array, and None for any other error."""
+    jax = sys.modules.get("jax")
+    if jax is None or not isinstance(error, jax.errors.JaxRuntimeError):
+        return None
+    code, _, text = str(error).partition(": ")
+    if code != "RESOURCE_EXHAUSTED":
+        return None
+    (fact, *_) = text.splitlines() or [code]
+    return (
+        f"a device has too little free memory ({fact.split(' [')[0].rstrip('.')}); lower "
+        "batch.rows or serve.slots, or end other programs that hold its memory (nvidia-smi lists "
+        "those on a GPU), then run the same command again."
+    )
+
+
 def keep_compiled() -> None:
     """Make JAX cache compiled programs in the user's cache directory.
 

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
-from lightning_jax.cli.runtime import cancel_at_stop
+from lightning_jax.cli.runtime import cancel_at_stop, lack_of_memory
 from lightning_jax.errors import UserError
 from lightning_jax.studio.live.server import page_of
 from lightning_jax.traces.store import Store
@@ -88,8 +88,9 @@ def _end_at_once(error: Exception) -> NoReturn:
 
     Process 0 would wait for this one, too. Now it finds that this one is lost.
     """
-    if isinstance(error, UserError):
-        print(f"error: {error}", file=sys.stderr)
+    sentence = str(error) if isinstance(error, UserError) else lack_of_memory(error)
+    if sentence is not None:
+        print(f"error: {sentence}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     sys.stdout.flush()

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from lightning_jax.cli import runtime
 from lightning_jax.cli.main import main
 from lightning_jax.cli.runtime import stop_on_sigterm
 from lightning_jax.testing.tiny import TINY_RUN
@@ -86,6 +89,24 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "a file").write_text("in the way")
     directory, _, errors = start(tmp_path / "a file")
     assert directory == "None" and str(tmp_path / "a file") in errors and "Traceback" not in errors
+
+
+def test_a_full_device_is_told_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def allocate(_: Any) -> int:
+        jnp.zeros(2**45, jnp.uint8)
+        return 0
+
+    monkeypatch.setattr("lightning_jax.cli.main.run_runs", allocate)
+    assert main(["runs"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: a device has too little free memory (Out of memory")
+    assert "35184372088832" in printed and "batch.rows" in printed and printed.count("\n") == 1
+    with pytest.raises(jax.errors.JaxRuntimeError) as other:
+        jax.jit(lambda x: jax.pure_callback(lambda _: 1 / 0, x, x))(1.0).block_until_ready()
+    assert runtime.lack_of_memory(other.value) is None
+    assert runtime.lack_of_memory(ValueError("RESOURCE_EXHAUSTED: by another")) is None
 
 
 @pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN])
