@@ -75,7 +75,9 @@ def main() -> int:
     parent = Path(config.run_dir)
     runs = run_all(args, variants, parent)
     groups = [",".join(map(str, found)) for found in runs.values()]
-    if sum(map(len, runs.values())) == 1:
+    if len(groups) == 1:  # seeds of one signal, beside each other
+        groups = groups[0].split(",")
+    if len(groups) == 1:
         print(f"{groups[0]} is the only run that has finished, so it is compared with none")
         return 0
     return lightning_jax(

@@ -65,6 +65,29 @@ def test_an_unknown_setting_is_one_sentence() -> None:
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no_such" in done.stderr
 
 
+def test_seeds_of_one_signal_are_compared_with_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[list[str]] = []
+
+    def run_all(args: object, variants: dict[str, object], parent: Path) -> dict[str, list[Path]]:
+        return {name: [parent / f"{name}-{seed}" for seed in range(2)] for name in variants}
+
+    def compare(command: list[str]) -> int:
+        compared.append(command[1:-4])
+        return 0
+
+    monkeypatch.setattr(compare_signals, "run_all", run_all)
+    monkeypatch.setattr(compare_signals, "lightning_jax", compare)
+    flags = ["--config", str(CONFIGS / "spider_cpu.yaml"), f"run_dir={tmp_path}"]
+    for signals in (["hint"], ["hint", "grpo"]):
+        named = [part for signal in signals for part in ("--signal", signal)]
+        monkeypatch.setattr(sys, "argv", ["compare_signals.py", *flags, *named])
+        assert compare_signals.main() == 0
+    hint, grpo = ([f"{tmp_path}/{name}-{seed}" for seed in range(2)] for name in ("hint", "grpo"))
+    assert compared == [hint, [",".join(hint), ",".join(grpo)]]
+
+
 @pytest.mark.slow
 def test_runs_end_with_a_comparison(tmp_path: Path) -> None:
     command = [
