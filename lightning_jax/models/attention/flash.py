@@ -1,6 +1,6 @@
 """Shared parts of the TPU and GPU attention kernels: blocks, visible pairs, arithmetic of a block.
 
-Not yet run on hardware: the kernels were interpreted on a CPU and compiled for TPU and GPU.
+The kernels were interpreted on a CPU, run on an NVIDIA H200 and compiled for TPUs.
 
 The mask is `j <= index[i] < ends[j]` (blockwise.py): one number for each key gives the later
 queries that see it. This is the column-wise mask of arXiv 2410.01359. It shows which blocks of

@@ -1,6 +1,6 @@
 """Pallas attention kernels for a CUDA GPU, with one program for each of flash.py's blocks.
 
-Not yet run on hardware: interpreted on a CPU, and compiled for GPUs.
+Run on an NVIDIA H200, interpreted on a CPU, and compiled for other GPUs.
 
 A program keeps a block of queries (or of keys) and loops over the list of blocks that it meets.
 Triton compiles the same kernels for every CUDA GPU. JAX deprecates Triton from 0.11 on in favour

@@ -1,7 +1,7 @@
 """Tests of the TPU and GPU kernels: interpreted on a CPU, lowered for a platform, and on a device.
 
 To run them on a device: `JAX_PLATFORMS=tpu pytest -m tpu tests/models/attention/test_flash.py` or
-`JAX_PLATFORMS=cuda pytest -m gpu tests/models/attention/test_flash.py`.
+`JAX_PLATFORMS=cuda,cpu pytest -m gpu tests/models/attention/`.
 """
 
 import functools
