@@ -1,5 +1,6 @@
 """Settings of agents and their rollouts."""
 
+import json
 import os
 import re
 import shlex
@@ -28,6 +29,8 @@ from lightning_jax.schema import (
     require,
 )
 from lightning_jax.settings import ConfigError
+
+MAX_VARIABLE = 2**17  # bytes of NAME=value and its terminator, a limit of Linux
 
 
 @dataclass(frozen=True)
@@ -339,6 +342,18 @@ def check_prompt_search(
                 reason="invalid",
                 key=f"prompts.{name}",
             )
+    # A search may make each prompt as long as `max_chars`.
+    grown = {
+        name: text.ljust(search.max_chars if search.every else 0) for name, text in prompts.items()
+    }
+    is_program = agent.command is not None or agent.python is not None
+    if is_program and len("LIGHTNING_PROMPTS=") + len(json.dumps(grown)) >= MAX_VARIABLE:
+        raise InvalidValue(
+            f"prompts need {MAX_VARIABLE // 1024} KiB or more as JSON, too much for an environment "
+            "variable of a program; shorten them, or lower prompt_search.max_chars.",
+            reason="too_large",
+            key="prompts",
+        )
     if not search.every:
         return
     longest = max(prompts, key=lambda name: len(prompts[name]), default="")

@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_jax.loading import find_program, load_function
 from lightning_jax.rollouts.agents import Agent, Result, load_agent
-from lightning_jax.rollouts.config import AgentConfig, require_agent
+from lightning_jax.rollouts.config import MAX_VARIABLE, AgentConfig, require_agent
 from lightning_jax.rollouts.process import Ended, Limits, run_program
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit
@@ -31,7 +31,6 @@ from lightning_jax.types import LLM, Task
 log = logging.getLogger(__name__)
 
 CHILD = Path(__file__).with_name("agent_child.py")
-MAX_VARIABLE = 2**17  # bytes of NAME=value and its terminator, a limit of Linux
 MAX_RESULT = 2**20  # bytes
 TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h: a service that the program needs is down
 # Variables that programs inherit: those that locate files, interpreters and the network. Others may

@@ -15,7 +15,7 @@ from scripted_server import Script, serving
 from test_groups import _config as groups_config
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rollouts.config import PROMPT, PromptSearchConfig, RewardConfig
+from lightning_jax.rollouts.config import PROMPT, AgentConfig, PromptSearchConfig, RewardConfig
 from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.rollouts.runner import TooManyFailures
 from lightning_jax.settings import ConfigError
@@ -259,6 +259,21 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, changes: Any, key
     with pytest.raises(InvalidValue) as caught:
         dataclasses.replace(config(tmp_path), **changes)
     assert caught.value.key == (key or "prompt_search.served_by")
+
+
+def test_prompts_longer_than_a_variable_are_refused_for_programs(tmp_path: Path):
+    made = config(tmp_path)
+    long = {"prompts": {"a": "x" * 2**17}, "prompt_search": PromptSearchConfig()}
+    assert dataclasses.replace(made, **long).prompts["a"]  # the agent is in this process
+    program = dataclasses.replace(made, agent=AgentConfig(command=("true",)))
+    with pytest.raises(InvalidValue) as caught:
+        dataclasses.replace(program, **long)
+    assert caught.value.key == "prompts" and caught.value.reason == "too_large"
+    # 17 short prompts that may grow to 8,000 characters each
+    grown = {"prompts": {f"p{number}": "text" for number in range(17)}}
+    with pytest.raises(InvalidValue) as caught:
+        dataclasses.replace(program, **grown)
+    assert caught.value.key == "prompts"
 
 
 @pytest.mark.parametrize("changes", [{"ahead": 2}, {"agent_failure_reward": None}], ids=str)
