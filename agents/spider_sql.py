@@ -43,7 +43,16 @@ except ImportError as error:
     raise ImportError(message, name=error.name) from error
 
 sys.path.insert(0, str(Path(__file__).parent))  # missing when this file is loaded by path
-from sqlite_sandbox import MAX_ROWS, QueryError, Result, clip, extract_sql, reward, run_query
+from sqlite_sandbox import (
+    MAX_ROWS,
+    QueryError,
+    Result,
+    clip,
+    execution_accuracy,
+    extract_sql,
+    reward,
+    run_query,
+)
 
 MAX_TURNS = 3  # queries: the first one and two rewrites
 MAX_SQL_TOKENS = 96
@@ -214,10 +223,15 @@ async def run(
     *,
     sql_tokens: int = MAX_SQL_TOKENS,
     verdict_tokens: int = MAX_VERDICT_TOKENS,
-) -> float:
-    """Return 1.0 if the final query of a rollout gives the gold query's result, else 0.0."""
+) -> dict[str, float]:
+    """Return the reward of the final query, and whether Spider's own evaluation accepts it."""
     final = await answer(task, llm, sql_tokens=sql_tokens, verdict_tokens=verdict_tokens)
-    return await asyncio.to_thread(reward, task, final["sql"])
+    return await asyncio.to_thread(score, task, final["sql"])
+
+
+def score(task: Task, sql: str) -> dict[str, float]:
+    """Return `reward` and `execution_accuracy` of a query, 0 or 1 each."""
+    return {"reward": reward(task, sql), "execution_accuracy": execution_accuracy(task, sql)}
 
 
 # ---- Demonstrations ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ crashes SQLite ends only its own process.
 """
 
 import atexit
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ MAX_GOLD_ROWS = 100_000
 TIME_LIMIT_S = 3.0  # per query
 GOLD_TIME_LIMIT_S = 60.0
 MEMORY_BYTES = 2**29  # per worker process; SQLite may use half of it
+MAX_COLUMN_CHECKS = 200  # comparisons that look for an order of the columns
 MAX_WORKERS = max(4, os.cpu_count() or 1)  # concurrent queries
 MAX_LINE_BYTES = 2**28  # per line of a worker's output, several times the longest possible one
 
@@ -185,31 +188,65 @@ def _idle_worker() -> Worker:
 def reward(task: dict[str, Any], sql: str) -> float:
     """Return 1.0 if `sql` gives the gold query's result on the task's database, else 0.0.
 
-    Row order counts only if the gold query orders its result. Column order always counts. Numbers
+    Row order counts only if the gold query orders its result. Column order never counts. Numbers
     must agree to six digits. Raises ValueError if the gold query itself fails.
     """
+    gold = _gold_result(task, task["query"])
+    got = _result(task, sql, len(gold.rows) + 1)
+    return float(got is not None and _same_result(gold, got, orders_result(task["query"])))
+
+
+def execution_accuracy(task: dict[str, Any], sql: str) -> float:
+    """Return 1.0 if the published evaluation of Spider would count `sql` as right, else 0.0.
+
+    It is `reward` with two differences: DISTINCT is removed from both queries, and two empty
+    results are equal. See Zhong et al., arXiv 2010.02840, who also run each query on several
+    databases; this is the result on one. Raises ValueError if the gold query itself fails.
+    """
+    gold = _gold_result(task, remove_distinct(task["query"]))
+    got = _result(task, remove_distinct(sql), len(gold.rows) + 1)
+    if got is None:
+        return 0.0
+    is_empty = not gold.rows and not got.rows
+    return float(is_empty or _same_result(gold, got, orders_result(task["query"])))
+
+
+def _gold_result(task: dict[str, Any], query: str) -> Result:
     try:
-        gold = run_query(
-            task["db_path"], task["query"], max_rows=MAX_GOLD_ROWS, time_limit_s=GOLD_TIME_LIMIT_S
+        return run_query(
+            task["db_path"], query, max_rows=MAX_GOLD_ROWS, time_limit_s=GOLD_TIME_LIMIT_S
         )
     except QueryError as error:
         raise ValueError(
             f"gold query of task {task.get('id')!r} fails ({error}); fix or drop it."
         ) from error
+
+
+def _result(task: dict[str, Any], sql: str, max_rows: int) -> Result | None:
     try:
-        got = run_query(task["db_path"], sql, max_rows=len(gold.rows) + 1)
+        return run_query(task["db_path"], sql, max_rows=max_rows)
     except QueryError:
-        return 0.0
+        return None
+
+
+def _same_result(gold: Result, got: Result, ordered: bool) -> bool:
     if got.num_columns != gold.num_columns or len(got.rows) != len(gold.rows):
-        return 0.0
-    return float(_same_rows(gold.rows, got.rows, ordered=orders_result(task["query"])))
+        return False
+    return _same_rows(gold.rows, got.rows, ordered=ordered) or _same_reordered(
+        gold.rows, got.rows, ordered=ordered
+    )
 
 
 _TOKEN = re.compile(
     r"""'(?:[^']|'')*' | "(?:[^"]|"")*" | `[^`]*` | \[[^\]]*\]  # strings and quoted names
-    | --[^\n]* | /\*.*?\*/ | [()] | \border\s+by\b""",
+    | --[^\n]* | /\*.*?\*/ | [()] | \border\s+by\b | \bdistinct\b""",
     re.I | re.S | re.X,
 )
+
+
+def remove_distinct(sql: str) -> str:
+    """Return the query without the word DISTINCT, which stays in strings, names and comments."""
+    return _TOKEN.sub(lambda found: "" if found[0].lower() == "distinct" else found[0], sql)
 
 
 def orders_result(sql: str) -> bool:
@@ -231,6 +268,37 @@ def _same_rows(gold: list[tuple], got: list[tuple], *, ordered: bool) -> bool:
     if not ordered:
         gold, got = sorted(gold, key=_sort_key), sorted(got, key=_sort_key)
     return all(map(_same_cell, *(([cell for row in rows for cell in row]) for rows in (gold, got))))
+
+
+def _same_reordered(gold: list[tuple], got: list[tuple], *, ordered: bool) -> bool:
+    """Return True if some order of the columns of `got` gives the rows of `gold`.
+
+    Columns are assigned one by one, and the rows of those assigned must agree. After
+    MAX_COLUMN_CHECKS comparisons the results count as different.
+    """
+    wanted, found = list(zip(*gold, strict=True)), list(zip(*got, strict=True))
+    checks = itertools.count(1)
+
+    def agrees(columns: Sequence[int]) -> bool:
+        if next(checks) > MAX_COLUMN_CHECKS:
+            return False
+        ours = list(zip(*wanted[: len(columns)], strict=True))
+        theirs = list(zip(*(found[column] for column in columns), strict=True))
+        return _same_rows(ours, theirs, ordered=ordered)
+
+    def assign(columns: tuple[int, ...]) -> bool:
+        if len(columns) == len(wanted):
+            return True
+        tried: set[tuple] = set()  # equal columns are interchangeable
+        for column, cells in enumerate(found):
+            if column in columns or cells in tried:
+                continue
+            tried.add(cells)
+            if agrees((*columns, column)) and assign((*columns, column)):
+                return True
+        return False
+
+    return len(wanted) > 1 and assign(())
 
 
 def _same_cell(a: Any, b: Any) -> bool:

@@ -27,12 +27,14 @@ FIRST = [
     },
 ]
 PROGRAM = str(spider_sql.__file__)
+RIGHT = {"reward": 1.0, "execution_accuracy": 1.0}
+WRONG = {"reward": 0.0, "execution_accuracy": 0.0}
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n"
 
 
 async def test_a_right_query_is_checked_and_kept(task: dict[str, Any]) -> None:
     async with serving([f"```sql\n{GOLD};\n```", "CORRECT"]) as server:
-        assert await spider_sql.run(task, server) == 1.0
+        assert await spider_sql.run(task, server) == RIGHT
     assert server.agents == ["writer", "checker"]
     assert server.bodies[0]["messages"] == FIRST
     assert server.bodies[1]["messages"][-1]["content"] == (
@@ -74,7 +76,7 @@ async def test_prompts_extend_the_one_before(task: dict[str, Any]) -> None:
 
 async def test_a_failed_query_skips_the_checker(task: dict[str, Any]) -> None:
     async with serving(["SELECT nme FROM pet", GOLD, "CORRECT"]) as server:
-        assert await spider_sql.run(task, server) == 1.0
+        assert await spider_sql.run(task, server) == RIGHT
     assert server.agents == ["writer", "rewriter", "checker"]
     assert server.bodies[1]["messages"][-1]["content"] == (
         "Error: no such column: nme\nWrite the corrected query."
@@ -84,7 +86,7 @@ async def test_a_failed_query_skips_the_checker(task: dict[str, Any]) -> None:
 async def test_three_queries_are_the_limit(task: dict[str, Any]) -> None:
     wrong = "SELECT name FROM pet"
     async with serving([wrong, "WRONG", wrong, "WRONG", wrong]) as server:
-        assert await spider_sql.run(task, server) == 0.0
+        assert await spider_sql.run(task, server) == WRONG
     # The third query gets no verdict, because no rewrite could follow.
     assert server.agents == ["writer", "checker", "rewriter", "checker", "rewriter"]
 
@@ -92,7 +94,7 @@ async def test_three_queries_are_the_limit(task: dict[str, Any]) -> None:
 async def test_writes_are_refused_and_prose_is_no_query(task: dict[str, Any]) -> None:
     before = Path(task["db_path"]).read_bytes()
     async with serving(["DROP TABLE pet", "I cannot help.", GOLD]) as server:
-        assert await spider_sql.run(task, server) == 1.0
+        assert await spider_sql.run(task, server) == RIGHT
     assert Path(task["db_path"]).read_bytes() == before
     for body in server.bodies[1:]:
         assert body["messages"][-1]["content"].startswith("Error: only one SELECT query")
@@ -101,7 +103,7 @@ async def test_writes_are_refused_and_prose_is_no_query(task: dict[str, Any]) ->
 async def test_an_endless_query_is_stopped_and_rewritten(task: dict[str, Any]) -> None:
     async with serving([ENDLESS, GOLD, "CORRECT"]) as server:
         reward = await asyncio.wait_for(spider_sql.run(task, server), timeout=20)
-    assert reward == 1.0
+    assert reward == RIGHT
     assert server.bodies[1]["messages"][-1]["content"].startswith("Error: took over 3 seconds")
 
 
@@ -122,7 +124,7 @@ async def test_a_deadline_ends_a_rollout_that_waits(task: dict[str, Any]) -> Non
 async def test_rollouts_run_side_by_side(task: dict[str, Any]) -> None:
     async with serving([GOLD] * 24) as server:  # a query as verdict is no objection
         rewards = await asyncio.gather(*(spider_sql.run(task, server) for _ in range(12)))
-    assert rewards == [1.0] * 12
+    assert rewards == [RIGHT] * 12
     assert len(server.bodies) == 24
 
 

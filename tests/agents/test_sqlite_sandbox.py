@@ -21,6 +21,7 @@ from sqlite_sandbox import (
     QueryError,
     _same_rows,
     close_workers,
+    execution_accuracy,
     extract_sql,
     orders_result,
     reward,
@@ -274,7 +275,20 @@ def test_text_that_is_not_utf8_is_read(tmp_path: Path) -> None:
         ("SELECT name FROM pet ORDER BY name", "SELECT name FROM pet ORDER BY name DESC", 0.0),
         ("SELECT kind FROM pet", "SELECT DISTINCT kind FROM pet", 0.0),  # a multiset
         ("SELECT kind FROM pet", "SELECT kind FROM pet UNION ALL SELECT 'dog'", 0.0),
-        ("SELECT name, age FROM pet", "SELECT age, name FROM pet", 0.0),  # columns in place
+        ("SELECT name, age FROM pet", "SELECT age, name FROM pet", 1.0),  # columns in any order
+        ("SELECT name, kind FROM pet", "SELECT kind, kind FROM pet", 0.0),
+        # Each column has the right cells, but they belong to other rows.
+        ("SELECT 1, 2 UNION ALL SELECT 2, 1", "SELECT 1, 1 UNION ALL SELECT 2, 2", 0.0),
+        (
+            "SELECT name, age, kind FROM pet ORDER BY name",
+            "SELECT kind, name, age FROM pet ORDER BY name",
+            1.0,
+        ),
+        (
+            "SELECT name, age FROM pet ORDER BY name",
+            "SELECT age, name FROM pet ORDER BY name DESC",
+            0.0,
+        ),
         ("SELECT 1", "SELECT 1.0", 1.0),
         ("SELECT 1", "SELECT '1'", 0.0),
         ("SELECT 0.1 + 0.2", "SELECT 0.3", 1.0),
@@ -291,6 +305,36 @@ def test_text_that_is_not_utf8_is_read(tmp_path: Path) -> None:
 )
 def test_reward(task: dict[str, Any], gold: str, sql: str, expected: float) -> None:
     assert reward(task | {"query": gold}, sql) == expected
+
+
+@pytest.mark.parametrize(
+    "gold, sql, expected",
+    [
+        ("SELECT kind FROM pet", "SELECT DISTINCT kind FROM pet", 1.0),
+        ("SELECT count(DISTINCT kind) FROM pet", "SELECT count(kind) FROM pet", 1.0),
+        ("SELECT 'distinct'", "SELECT DISTINCT 'distinct'", 1.0),
+        ("SELECT 'distinct'", "SELECT ''", 0.0),
+        ("SELECT name, age FROM pet", "SELECT age, name FROM pet", 1.0),
+        ("SELECT age FROM pet WHERE pet_id > 9", "SELECT name, age FROM pet WHERE 0", 1.0),
+        ("SELECT name FROM pet ORDER BY name", "SELECT name FROM pet ORDER BY name DESC", 0.0),
+        ("SELECT count(*) FROM pet", "SELECT count(* FROM pet", 0.0),
+    ],
+)
+def test_execution_accuracy(task: dict[str, Any], gold: str, sql: str, expected: float) -> None:
+    assert execution_accuracy(task | {"query": gold}, sql) == expected
+
+
+def test_many_equal_columns_are_compared_in_bounded_time(task: dict[str, Any]) -> None:
+    halves = "SELECT * FROM (VALUES (0), (1))"
+    joins = " CROSS JOIN ".join(f"({halves}) AS t{i}" for i in range(9))
+    columns = [f"t{i}.column1" for i in range(9)]
+    gold = f"SELECT {', '.join(columns)} FROM {joins}"
+    # Every column and every pair of columns has the same cells, but one row differs.
+    wrong = f"{gold} WHERE {' + '.join(columns)} < 9 UNION ALL SELECT {', '.join(['0'] * 9)}"
+    started = time.monotonic()
+    assert reward(task | {"query": gold}, wrong) == 0.0
+    assert time.monotonic() - started < 5
+    assert reward(task | {"query": gold}, f"SELECT {', '.join(columns[::-1])} FROM {joins}") == 1.0
 
 
 def test_a_broken_gold_query_is_reported(task: dict[str, Any]) -> None:
