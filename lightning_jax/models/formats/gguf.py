@@ -1,6 +1,7 @@
 """Conversion of a GGUF file's metadata and quantised weights to our config and float parameters."""
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +17,9 @@ from lightning_jax.models.formats.param_names import NamedParam, named_params, u
 from lightning_jax.models.transformer import DecoderConfig, Params
 
 GROUP_BYTES = 2**18
+COMPARED_ROWS = 64  # of the embedding and the output weights
+# Norm of the difference by the norm of the rows. Types of 4 bits and more round by less.
+MAX_ROUNDING = 0.15
 
 
 def read_config(reader: GGUFReader) -> DecoderConfig:
@@ -52,12 +56,32 @@ def read_config(reader: GGUFReader) -> DecoderConfig:
         rope_theta=theta,
         rope_scaling=None if factors is None else _rope_scaling(factors.data, head_dim, theta),
         norm_eps=_short_float(value("attention.layer_norm_rms_epsilon", 1e-5)),
-        tie_embeddings="output.weight" not in tensors,
+        tie_embeddings="output.weight" not in tensors or repeated_embedding(tensors) is not None,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         max_positions=int(value("context_length", 2048)),
         family=name,
     )
+
+
+def repeated_embedding(tensors: Mapping[str, ReaderTensor]) -> tuple[str, str] | None:
+    """Return the names (kept, dropped) of the embedding's two copies, or None if there is one.
+
+    Some files of models with tied weights repeat the embedding as `output.weight`, in a type of
+    another size. The copy with more bits is kept. No field of the file says that weights are tied,
+    so rows of the two are compared.
+    """
+    names = ("token_embd.weight", "output.weight")
+    if not all(name in tensors for name in names):
+        return None
+    one, other = (tensors[name] for name in names)
+    if tuple(one.shape) != tuple(other.shape):
+        return None
+    rows = slice(None, None, len(one.data) // COMPARED_ROWS + 1)
+    a, b = (dequantize(tensor.data[rows], tensor.tensor_type) for tensor in (one, other))
+    if np.linalg.norm(a - b) > MAX_ROUNDING * np.linalg.norm(a):
+        return None
+    return names if one.n_bytes >= other.n_bytes else (names[1], names[0])
 
 
 def _refuse_other_scaling(*, kind: str, factor: float) -> None:
@@ -76,6 +100,8 @@ def _refuse_other_scaling(*, kind: str, factor: float) -> None:
 def read_params(reader: GGUFReader, config: DecoderConfig, dtype: Any) -> Params:
     """Read the weights, dequantised. Raises ModelError if one is missing or has the wrong shape."""
     tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if config.tie_embeddings and (copies := repeated_embedding(tensors)):
+        tensors["token_embd.weight"] = tensors[copies[0]]
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     params = named_params(config)
     known = {param.gguf for param in params}

@@ -139,6 +139,32 @@ def _write_gguf(path, model, more=lambda writer: None):
     writer.close()
 
 
+def _repeat_embedding(tmp_path, output):
+    """Write a model with tied weights whose file has output weights as well, and load it."""
+    model = _variant("qwen2")
+    path = tmp_path / "model.gguf"
+    _write_gguf(path, model, lambda writer: writer.add_tensor("output.weight", output(model)))
+    return model, load_model(str(path))
+
+
+def test_output_weights_that_repeat_the_embedding_are_not_kept_twice(tmp_path):
+    def rounded(model):
+        return np.asarray(model.params["embed"]["embedding"]).astype(np.float16)
+
+    model, loaded = _repeat_embedding(tmp_path, rounded)
+    assert loaded.config.tie_embeddings
+    _assert_equal(loaded, model)
+
+
+def test_output_weights_of_their_own_are_kept(tmp_path):
+    def other(model):
+        return np.asarray(model.params["embed"]["embedding"])[::-1].copy()
+
+    model, loaded = _repeat_embedding(tmp_path, other)
+    assert not loaded.config.tie_embeddings
+    assert len(flatten(loaded.params)) == len(flatten(model.params)) + 1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gguf_file_loads(family, tmp_path):
     model = _variant(family)
