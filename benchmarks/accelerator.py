@@ -31,7 +31,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from window.cases import Case, Figure, Setting, die_with_parent
+from window.cases import Case, Figure, Setting, tied
 from window.parts import DATA, join_parts
 
 PARTS = ("learn", "decode", "engine", "update")
@@ -125,12 +125,11 @@ def run_case(case: Case, args: argparse.Namespace, report: Report, seconds: floa
     with (
         log_path.open("w") as log,
         subprocess.Popen(
-            command,
+            tied(command),
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
             start_new_session=True,
-            preexec_fn=die_with_parent,
         ) as child,
     ):
         timer = threading.Timer(seconds, lambda: _kill_group(child.pid))

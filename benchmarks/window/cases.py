@@ -1,8 +1,9 @@
 """Records of a measurement on a borrowed accelerator. Imports the standard library alone."""
 
-import ctypes
+import os
 import signal
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +43,17 @@ class Case:
     run: Callable[[Setting], Iterable[Figure]]
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends. Linux only; for `preexec_fn`.
+# Linux only. The signal survives `execv`. A parent that ended before it was asked for is noticed.
+_TIED = f"""import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)})  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """Return the command as one that the kernel kills when this process ends.
 
     Otherwise a run would outlive a command that is killed, and hold the device and its directory.
     """
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    return [sys.executable, "-c", _TIED, str(os.getpid()), *command]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from window.cases import Case, Figure, Setting, die_with_parent
+from window.cases import Case, Figure, Setting, tied
 from window.parts import DATA, MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -86,9 +86,7 @@ def watch(
     """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    child = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=sys.stderr, preexec_fn=die_with_parent
-    )
+    child = subprocess.Popen(tied(command), cwd=ROOT, env=environment, stdout=sys.stderr)
     seen = 0
     try:
         while child.poll() is None and time.monotonic() < end:

@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).parents[2] / "experiments" / "configs"
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_load_and_name_their_run(path: Path) -> None:
     argv = [str(path)]
-    if path.stem.endswith("_real"):
+    if "root: ???" in path.read_text() or path.stem == "spider_coder_gpu":
         with pytest.raises(ConfigError) as caught:
             load_config(Config, argv)
         assert "data.root=VALUE" in str(caught.value)
