@@ -99,6 +99,7 @@ class Trajectory:
     group_id: str  # shared by the rollouts of one task in one step
     transitions: tuple[Transition, ...]
     reward: float
+    is_failed: bool = False  # by its agent, so that the reward is not one that anybody gave
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):

@@ -12,7 +12,7 @@ from lightning_jax.rl.gae import CallValues, learnable_states
 from lightning_jax.rl.pairs import make_pairs
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.staleness import drop_stale
-from lightning_jax.types import Trajectory
+from lightning_jax.types import Advantage, Trajectory
 
 
 def prepare_step(
@@ -48,7 +48,7 @@ def prepare_step(
             "train/dropped_stale": float(num_stale),
         }
     advantages, of_groups = step_advantages(credit, algorithm)
-    metrics |= of_groups
+    metrics |= of_groups | {"train/failures_gain_share": _failures_gain(trajectories, advantages)}
     limits = {"policy_version": policy_version, "max_staleness": algorithm.max_staleness}
     states = None
     if algorithm.has_critic:
@@ -72,3 +72,15 @@ def prepare_step(
         adapters=adapters,
     )
     return sequences, metrics | {"train/dropped_stale": float(num_stale)}
+
+
+def _failures_gain(
+    trajectories: Sequence[Trajectory], advantages: Sequence[Sequence[Advantage]]
+) -> float:
+    """Return the share of failed trajectories whose advantages add up to more than 0."""
+    sums = [
+        sum(sum(call) if isinstance(call, tuple) else call for call in calls)
+        for trajectory, calls in zip(trajectories, advantages, strict=True)
+        if trajectory.is_failed
+    ]
+    return sum(value > 1e-9 for value in sums) / max(len(sums), 1)

@@ -152,7 +152,9 @@ class RolloutConfig(Section):
     # that rollouts do not all retry at once.
     retry_delay_s: FiniteNonNegative = 2.0
     max_retry_delay_s: FiniteNonNegative = 60.0  # limit of the doubled wait
-    agent_failure_reward: Finite | None = 0.0  # None: do not train on rollouts of failed agents
+    # Reward of a rollout whose agent failed, or less: its return is at most the lowest of the step.
+    # None: do not train on rollouts of failed agents.
+    agent_failure_reward: Finite | None = 0.0
     # Maximum magnitude of a rollout's reward, and of the total reward of one call. More fails the
     # agent.
     max_abs_reward: Annotated[float, Gt(0), Le(1e30)] = 1e6

@@ -1,5 +1,6 @@
 """Conversion of finished rollouts to trajectories, with counts of dropped data."""
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +78,8 @@ def to_trajectories(
     """Return (trajectories of rewarded rollouts, metrics of all rollouts).
 
     Trajectories hold only the calls that train. Rollouts without a reward, spans without tokens and
-    calls that do not train are left out. Each is counted under `rollout/dropped_<reason>`.
+    calls that do not train are left out. Each is counted under `rollout/dropped_<reason>`. A
+    rollout that its agent failed returns at most what the worst scored one does.
     """
     reader = reader or TraceReader()
     trajectories = []
@@ -105,6 +107,7 @@ def to_trajectories(
         if not transitions:
             dropped["no_calls"] += 1
         trajectories.append(to_trajectory(judged[-1], transitions))
+    trajectories = cap_failures(trajectories)
     counts = {f"rollout/dropped_{metric_code(reason)}": float(n) for reason, n in dropped.items()}
     counts |= {f"rollout/rule_{metric_code(name)}": float(n) for name, n in rules.items()}
     counts |= {f"rollout/num_rollouts/{name}": float(n) for name, n in used.items()}
@@ -117,6 +120,23 @@ def to_trajectories(
     if num_frozen:
         counts["rollout/dropped_frozen_calls"] = float(num_frozen)
     return [only_trained(trajectory) for trajectory in trajectories], counts
+
+
+def cap_failures(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the trajectories, with failed ones lowered to the lowest return of the others.
+
+    Otherwise an agent that fails would earn more than one that tries where rewards are negative.
+    """
+
+    def call_rewards(trajectory: Trajectory) -> float:
+        return sum((call.reward for call in trajectory.transitions), start=0.0)
+
+    scored = [t.reward + call_rewards(t) for t in trajectories if not t.is_failed]
+    lowest = min(scored, default=math.inf)
+    return [
+        replace(t, reward=min(t.reward, lowest - call_rewards(t))) if t.is_failed else t
+        for t in trajectories
+    ]
 
 
 def _used(

@@ -147,11 +147,11 @@ class Scorer:
         return replace(rollout, reward=total, components=components)
 
     def _failed(self, rollout: Rollout, outcome: Outcome) -> Rollout:
-        is_agent = outcome.status == "agent_failure"
+        """Return the rollout failed and without a reward: the agent did its part."""
         return replace(
             rollout,
             status=outcome.status,
-            reward=self._limits.agent_failure_reward if is_agent else None,
+            reward=None,
             reason=outcome.reason,
             detail=outcome.detail,
             components={},

@@ -64,7 +64,13 @@ def to_trajectory(rollout: Rollout, transitions: Sequence[Transition]) -> Trajec
             reason="no_reward",
             key=rollout.rollout_id,
         )
-    return Trajectory(rollout.rollout_id, rollout.group_id, tuple(transitions), rollout.reward)
+    return Trajectory(
+        rollout.rollout_id,
+        rollout.group_id,
+        tuple(transitions),
+        rollout.reward,
+        is_failed=rollout.status == "agent_failure",
+    )
 
 
 def _transition(span: Span, posted: float) -> Transition:

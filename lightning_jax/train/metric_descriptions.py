@@ -145,6 +145,8 @@ _TEXTS = {
     "train/dropped_pairs": "pairs: number with a call that fits no row (DPO)",
     "train/dropped_tokens": "tokens: sampled tokens of all dropped calls",
     "train/num_groups": "groups: number of tasks with their rollouts",
+    "train/failures_gain_share": "share: failed rollouts with a positive advantage. Look at their "
+    "calls, or set rollout.agent_failure_reward=null",
     "train/equal_groups_share": "share: groups whose returns are all equal, which teach nothing",
     "train/only_call_rewards_share": "share: groups that differ by rewards of single calls alone",
     "train/advantage_abs_mean": "advantage: mean magnitude over calls",

@@ -134,6 +134,7 @@ def findings(row: Mapping[str, float | int]) -> list[Finding]:
     shares = {
         "no_calls": row.get("rollout/dropped_no_calls", 0.0) / max(num_rollouts, 1.0),
         "equal_groups": 0.0 if learns_from_equal else row.get("train/equal_groups_share", 0.0),
+        "failures_gain": row.get("train/failures_gain_share", 0.0),
         "without_teacher": row.get("train/without_teacher", 0.0)
         / max(row.get("rollout/num_calls", 0.0), 1.0),
         "cut_short": row.get("rollout/cut_short_share", 0.0),
@@ -155,9 +156,15 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
         "llm.base_url",
     ),
     "equal_groups": (
-        1.0,
-        "all attempts at each task earned the same, so there is no gradient; reward partial "
-        "success, warm up on demonstrations, or give hints",
+        0.5,
+        "all attempts at a task earned the same in {share:.0%} of the groups, which have no "
+        "gradient; reward partial success, sample more attempts, raise "
+        "algorithm.max_sampling_rounds, warm up on demonstrations, or give hints",
+    ),
+    "failures_gain": (
+        0.01,
+        "{share:.0%} of the failed rollouts had a positive advantage, so that failing pays; set "
+        "rollout.agent_failure_reward=null to leave them out",
     ),
     "without_teacher": (
         0.01,

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_jax.rl.config import AlgorithmConfig
@@ -67,3 +69,14 @@ def test_with_dpo_the_calls_of_pairs_are_what_is_trained():
     sequences, metrics = prepare_step([*step(), third], algorithm, policy_version=6)
     assert (metrics["train/num_pairs"], metrics["train/dropped_stale"]) == (1.0, 1.0)
     assert prepare_step(step(), algorithm, policy_version=6)[0] == []
+
+
+@pytest.mark.parametrize("reward, share", [(0.0, 0.0), (2.0, 0.0), (2.5, 1.0)])
+def test_failed_rollouts_with_an_advantage_are_counted(reward, share):
+    rollouts = [
+        trajectory(transition([1], [2]), reward=3.0),
+        trajectory(transition([1], [3]), reward=1.0, rollout="s"),
+        replace(trajectory(transition([1], [4]), reward=reward, rollout="f"), is_failed=True),
+    ]
+    _, metrics = prepare_step(rollouts, AlgorithmConfig(), policy_version=0)
+    assert metrics["train/failures_gain_share"] == share

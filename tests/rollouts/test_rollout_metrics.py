@@ -10,6 +10,7 @@ from lightning_jax.rollouts.metrics import (
     MAX_NAMES,
     TraceReader,
     agent_metrics,
+    cap_failures,
     eval_change,
     eval_metrics,
     eval_metrics_by,
@@ -249,6 +250,19 @@ def test_rewards_of_rules_over_the_limit_fail_the_agent(tmp_path: Path, cost: fl
         failed = {} if failure_reward is None else {"r0": (failure_reward, [0.0, 0.0])}
         assert rewards == failed | {"r1": (1.0, [0.0])}
     store.close()
+
+
+def test_failing_pays_no_more_than_the_worst_attempt() -> None:
+    call = transition([1], [2])
+    worst = replace(trajectory(replace(call, reward=-0.5)), reward=-1.0)
+    other = replace(trajectory(call), reward=-0.2)
+    failed = replace(trajectory(replace(call, reward=-0.1)), reward=0.0, is_failed=True)
+    chosen = replace(failed, reward=-9.0)
+    capped = cap_failures([worst, other, failed, chosen])
+    assert [t.reward for t in capped] == pytest.approx([-1.0, -0.2, -1.4, -9.0])
+    assert cap_failures([failed]) == [failed]  # nothing to compare it with
+    better = [replace(worst, reward=2.0), failed]
+    assert cap_failures(better) == better
 
 
 def test_names_in_a_row_of_metrics_are_bounded() -> None:

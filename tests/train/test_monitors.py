@@ -80,7 +80,7 @@ def test_failed_rollouts_are_told_with_the_step() -> None:
 LEARNS = {
     "rollout/num_rollouts": 8.0,
     "rollout/num_scored": 8.0,
-    "train/equal_groups_share": 0.5,
+    "train/equal_groups_share": 0.4,
     "rollout/cut_short_share": 0.1,
 }
 
@@ -97,6 +97,8 @@ def test_a_step_that_learns_has_no_findings() -> None:
     [
         ({"rollout/dropped_no_calls": 2.0}, "no_calls", 0.25),
         ({"train/equal_groups_share": 1.0}, "equal_groups", 1.0),
+        ({"train/equal_groups_share": 0.6}, "equal_groups", 0.6),
+        ({"train/failures_gain_share": 0.25}, "failures_gain", 0.25),
         ({"rollout/cut_short_share": 0.75}, "cut_short", 0.75),
         ({"rollout/num_calls": 8.0, "train/without_teacher": 4.0}, "without_teacher", 0.5),
     ],
