@@ -39,8 +39,7 @@ PACKAGES = ("jax", "flax", "optax", "orbax.checkpoint", "grain", "gguf", "aiohtt
 AGENT_PACKAGES = ("langgraph", "langchain_openai", "openai")
 SHARE_TO_START = 0.4  # of a case's predicted time that must be left
 MOST = 3.0  # times its predicted time, before a measurement is killed
-LEAST_S = 30  # for a measurement
-LEAST_OF_RUN_S = 140  # for a run: its start, a step, a checkpoint
+LEAST_S = 30  # for a case
 MARGIN_S = 10  # for the last report
 ROOT = Path(__file__).parents[1]
 
@@ -180,12 +179,10 @@ def run_part(args: argparse.Namespace) -> int:
         if report.is_measured(case.name):
             continue
         left = end - time.monotonic()
-        least, most = LEAST_OF_RUN_S, left  # the next command resumes a run
-        if args.part != "learn":
-            least = max(LEAST_S, 60 * SHARE_TO_START * case.minutes)
-            most = max(LEAST_S, 60 * MOST * case.minutes)
+        least = case.least_s or max(LEAST_S, 60 * SHARE_TO_START * case.minutes)
+        most = left if case.is_resumed else max(LEAST_S, 60 * MOST * case.minutes)
         if left < least:
-            reason = f"{left:.0f} s were left, about {60 * case.minutes:.0f} s are needed"
+            reason = f"{left:.0f} s were left, at least {least:.0f} s are needed"
             outcome = Outcome("left out", 0.0, reason)
         else:
             outcome = run_case(case, args, report, min(left, most))

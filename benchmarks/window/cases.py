@@ -41,6 +41,8 @@ class Case:
     minutes: float  # predicted, with compiling
     measures: str  # one line
     run: Callable[[Setting], Iterable[Figure]]
+    least_s: float | None = None  # of time left to start it; None: a share of `minutes`
+    is_resumed: bool = False  # by a later command, so that it may take all the time that is left
 
 
 # Linux only. The signal survives `execv`. A parent that ended before it was asked for is noticed.

@@ -66,8 +66,6 @@ def learn(weights: str, seed: int, setting: Setting, options: Options) -> Iterat
     if is_complete(run):
         yield from figures(run)
         return
-    if training - time.monotonic() < MIN_RUN_S:
-        raise TimeoutError(f"{setting.seconds:.0f} s are too few for a run; give it more minutes")
     yield from watch(command, training, run, bring)
     if options.finish and not is_complete(run) and (rows := read_rows(run)):
         last = [*command, f"num_steps={int(rows[-1]['step']) + 1}"]
@@ -235,6 +233,8 @@ def cases(options: Options) -> tuple[Case, ...]:
             25,
             f"RL from the untrained model, {weights} weights, seed {seed}",
             partial(_learn, weights, seed, options),
+            least_s=MIN_RUN_S + STOP_S + (FINISH_S if options.finish else 0),
+            is_resumed=True,
         )
         for weights, seed in order
     )
