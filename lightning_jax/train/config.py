@@ -43,17 +43,18 @@ from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
 
 @dataclass(frozen=True)
 class DifficultyConfig(Section):
-    """Weights of tasks by their pass rate p, the running mean of their rewards in [0, 1].
+    """Weights of tasks by how much the rewards of their attempts differ.
 
-    A task has the weight 4 * p * (1 - p), and 1 while it is unseen.
+    With rewards of 0 and 1 a task that is solved with probability p has the weight
+    4 * p * (1 - p). Unseen tasks have the weight 1.
     """
 
-    rate: Annotated[float, Gt(0), Le(1)] = 0.5  # weight of the newest group in the pass rate
+    rate: Annotated[float, Gt(0), Le(1)] = 0.5  # weight of the newest group in the estimate
     # Least weight of a task that is not left out, such as one that was never solved.
     min_weight: Annotated[float, Gt(0), Le(1)] = 0.1
     # Groups in a row with full rewards only, after which a task is left out. 0: never.
     solved_visits: Natural = 3
-    # Task field, such as `level`. Unseen tasks have the pass rate of seen ones with the same value.
+    # Task field, such as `level`. Unseen tasks have the weight of seen ones with the same value.
     by: str | None = None
 
 

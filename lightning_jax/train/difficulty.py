@@ -1,9 +1,9 @@
-"""Order of training tasks by their difficulty for the policy: those solved half of the time first.
+"""Order of training tasks by their difficulty for the policy: those whose attempts differ first.
 
-A group at a task whose attempts all succeed or all fail has no gradient. The variance of one
-attempt's success, p * (1 - p), is a lower bound of what a task can teach (arXiv 2504.03380; VCRL,
-arXiv 2509.19803, weighs tasks by it too). Here p is a running mean of the group's rewards, so that
-no rollout is spent on the estimate.
+A group at a task whose attempts all earn the same has no gradient. The variance of one attempt's
+reward, p * (1 - p) if it is 1 with probability p and else 0, is a lower bound of what a task can
+teach (arXiv 2504.03380; VCRL, arXiv 2509.19803, weighs tasks by it too). It is estimated from
+running means of the rewards and their squares, so that no rollout is spent on it.
 
 The order is a pure function of the estimates, the seed and the step. Nothing depends on time.
 """
@@ -25,7 +25,8 @@ from lightning_jax.types import Metrics, Rollout, Task
 class Estimate:
     """Results of a task's visits so far. A visit is one group of attempts."""
 
-    pass_rate: float  # exponential average of the visits' mean rewards, in [0, 1]
+    mean: float  # exponential average of the visits' mean rewards
+    mean_square: float  # and of their means of squared rewards
     num_visits: int
     num_solved: int  # newest visits in a row in which all attempts had the full reward
 
@@ -33,16 +34,17 @@ class Estimate:
 def after_visit(
     estimate: Estimate | None, rewards: Sequence[float], config: DifficultyConfig
 ) -> Estimate:
-    """Return the estimate after a visit with these rewards, of which there is at least one.
-
-    Rewards count as 0 below 0 and as 1 above 1.
-    """
-    mean = fmean(min(max(reward, 0.0), 1.0) for reward in rewards)
+    """Return the estimate after a visit with these rewards, of which there is at least one."""
+    is_solved = min(rewards) >= 1.0
+    mean, square = fmean(rewards), fmean(reward**2 for reward in rewards)
     if estimate is None:
-        return Estimate(mean, 1, int(mean == 1.0))
-    rate = estimate.pass_rate + config.rate * (mean - estimate.pass_rate)
-    solved = estimate.num_solved + 1 if mean == 1.0 else 0
-    return Estimate(rate, estimate.num_visits + 1, solved)
+        return Estimate(mean, square, 1, int(is_solved))
+    return Estimate(
+        estimate.mean + config.rate * (mean - estimate.mean),
+        estimate.mean_square + config.rate * (square - estimate.mean_square),
+        estimate.num_visits + 1,
+        estimate.num_solved + 1 if is_solved else 0,
+    )
 
 
 def is_left_out(estimate: Estimate | None, config: DifficultyConfig) -> bool:
@@ -50,16 +52,22 @@ def is_left_out(estimate: Estimate | None, config: DifficultyConfig) -> bool:
     return bool(config.solved_visits and estimate and estimate.num_solved >= config.solved_visits)
 
 
-def task_weight(estimate: Estimate | None, config: DifficultyConfig) -> float:
+def task_weight(
+    estimate: Estimate | None, config: DifficultyConfig, reward_range: float = 1.0
+) -> float:
     """Return the weight of a task: 1 if it is unseen or half solved, 0 if it is left out.
 
-    It is `4 * p * (1 - p)`, but at least `min_weight` for a task that is not left out.
+    It is the variance of its rewards by the largest one that is possible for rewards of this range,
+    but at least `min_weight` for a task that is not left out.
     """
     if estimate is None:
         return 1.0
     if is_left_out(estimate, config):
         return 0.0
-    return max(4.0 * estimate.pass_rate * (1.0 - estimate.pass_rate), config.min_weight)
+    if reward_range == 0.0:  # all rewards so far are equal
+        return config.min_weight
+    variance = estimate.mean_square - estimate.mean**2
+    return max(4.0 * variance / reward_range**2, config.min_weight)
 
 
 def task_order(weights: Sequence[float], seed: int, step: int) -> list[int]:
@@ -89,6 +97,7 @@ class DifficultySampler:
         self._estimates: dict[str, Estimate] = {}
         self._shared: dict[str, Estimate] = {}  # by the value of `config.by`, as JSON
         self._value_of = {task["id"]: _value(task, config.by) for task in tasks if config.by}
+        self._lowest, self._highest = math.inf, -math.inf  # rewards so far
         self._step, self._drawn = 0, 0  # steps observed, and tasks drawn since
         self._order: list[int] | None = None  # of this step, made when it is needed
 
@@ -109,6 +118,8 @@ class DifficultySampler:
             if rollout.reward is not None and math.isfinite(rollout.reward):
                 _, rewards = groups.setdefault(rollout.group_id, (rollout.task_id, []))
                 rewards.append(rollout.reward)
+                self._lowest = min(self._lowest, rollout.reward)
+                self._highest = max(self._highest, rollout.reward)
         for task_id, rewards in groups.values():
             known = self._estimates.get(task_id)
             self._estimates[task_id] = after_visit(known, rewards, self._config)
@@ -122,12 +133,14 @@ class DifficultySampler:
         return {
             "step": self._step,
             "drawn": self._drawn,
+            "rewards": [self._lowest, self._highest] if self._estimates else None,
             "estimates": {name: list(astuple(e)) for name, e in self._estimates.items()},
             "shared": {value: list(astuple(e)) for value, e in self._shared.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._step, self._drawn, self._order = state["step"], state["drawn"], None
+        self._lowest, self._highest = state.get("rewards") or (math.inf, -math.inf)
         self._estimates = {name: Estimate(*known) for name, known in state["estimates"].items()}
         shared = state.get("shared", {})
         self._shared = {value: Estimate(*known) for value, known in shared.items()}
@@ -138,7 +151,7 @@ class DifficultySampler:
         if known is None:
             known = self._shared.get(self._value_of.get(task_id, ""))
             known = known and replace(known, num_solved=0)  # this one is not left out
-        return task_weight(known, self._config)
+        return task_weight(known, self._config, max(0.0, self._highest - self._lowest))
 
     def _known(self) -> list[Estimate | None]:
         """Return the estimate of each task, in order."""
@@ -149,7 +162,7 @@ class DifficultySampler:
         seen = [estimate for estimate in known if estimate is not None]
         counts = {
             "unseen": len(known) - len(seen),
-            "unsolved": sum(estimate.pass_rate == 0.0 for estimate in seen),
+            "unsolved": sum(estimate.mean <= 0.0 for estimate in seen),
             "solved": sum(estimate.num_solved > 0 for estimate in seen),
             "left_out": sum(is_left_out(estimate, self._config) for estimate in seen),
         }

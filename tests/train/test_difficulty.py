@@ -31,29 +31,54 @@ SETTINGS = DifficultyConfig(rate=0.5, min_weight=0.1, solved_visits=2)
 
 def test_estimates_by_hand():
     first = after_visit(None, [1.0, 0.0, 0.0, 0.0], SETTINGS)
-    assert first == Estimate(0.25, 1, 0)
+    assert first == Estimate(0.25, 0.25, 1, 0)
     second = after_visit(first, [1.0, 1.0], SETTINGS)  # 0.25 + 0.5 * (1 - 0.25)
-    assert second == Estimate(0.625, 2, 1)
-    assert after_visit(second, [3.0, 1.0], SETTINGS) == Estimate(0.8125, 3, 2)
-    assert after_visit(second, [1.0, -2.0], SETTINGS) == Estimate(0.5625, 3, 0)
-    assert after_visit(None, [0.4], SETTINGS) == Estimate(0.4, 1, 0)
+    assert second == Estimate(0.625, 0.625, 2, 1)
+    assert after_visit(second, [3.0, 1.0], SETTINGS) == Estimate(1.3125, 2.8125, 3, 2)
+    assert after_visit(second, [1.0, -2.0], SETTINGS) == Estimate(0.0625, 1.5625, 3, 0)
+    assert after_visit(None, [0.5], SETTINGS) == Estimate(0.5, 0.25, 1, 0)
 
 
 def test_weights_by_hand():
     weights = {
         None: 1.0,
-        Estimate(0.5, 1, 0): 1.0,
-        Estimate(0.25, 1, 0): 0.75,  # 4 * 0.25 * 0.75
-        Estimate(0.9, 4, 0): 0.36,
-        Estimate(0.99, 9, 1): 0.1,
-        Estimate(0.0, 5, 0): 0.1,  # never solved, visited at a low rate
-        Estimate(1.0, 1, 1): 0.1,
-        Estimate(1.0, 2, 2): 0.0,  # solved in two visits in a row
+        Estimate(0.5, 0.5, 1, 0): 1.0,
+        Estimate(0.25, 0.25, 1, 0): 0.75,  # 4 * 0.25 * 0.75
+        Estimate(0.9, 0.9, 4, 0): 0.36,
+        Estimate(0.99, 0.99, 9, 1): 0.1,
+        Estimate(0.0, 0.0, 5, 0): 0.1,  # never solved, visited at a low rate
+        Estimate(0.7, 0.49, 5, 0): 0.1,  # each attempt earns 0.7
+        Estimate(0.5, 0.41, 5, 0): 0.64,  # half earn 0.1, half 0.9: 4 * 0.4**2
+        Estimate(1.0, 1.0, 1, 1): 0.1,
+        Estimate(1.0, 1.0, 2, 2): 0.0,  # solved in two visits in a row
     }
     for estimate, weight in weights.items():
         assert task_weight(estimate, SETTINGS) == pytest.approx(weight)
     never = dataclasses.replace(SETTINGS, solved_visits=0)
-    assert task_weight(Estimate(1.0, 50, 50), never) == 0.1
+    assert task_weight(Estimate(1.0, 1.0, 50, 50), never) == 0.1
+    assert task_weight(Estimate(-5.0, 50.0, 2, 0), SETTINGS, 10.0) == pytest.approx(1.0)
+    assert task_weight(Estimate(-5.0, 25.0, 2, 0), SETTINGS, 0.0) == 0.1
+
+
+@pytest.mark.parametrize("low, high", [(0.0, 1.0), (-5.0, 5.0), (0.6, 0.7), (0.0, 300.0)])
+def test_groups_differ_more_often_than_with_uniform_draws(low: float, high: float):
+    """Play 5 of 40 tasks whose attempts differ, and others that always earn the same."""
+    tasks: list[Task] = [{"id": str(number)} for number in range(40)]
+    same = low + 0.7 * (high - low)  # a reward for the form alone, say
+    sampler, rng = DifficultySampler(tasks, SETTINGS, seed=2), np.random.default_rng(0)
+    unequal = drawn = 0
+    for step in range(60):
+        results: dict[str, list[float | None]] = {}
+        for task in sampler.draw(4):
+            differs = int(task["id"]) < 5
+            results[task["id"]] = [
+                (high if rng.random() < 0.5 else low) if differs else same for _ in range(4)
+            ]
+        sampler.observe(rollouts(results))
+        if step >= 20:  # most tasks have been seen
+            unequal += sum(len(set(found)) > 1 for found in results.values())
+            drawn += len(results)
+    assert unequal / drawn > 2 * 5 / 40  # uniform draws give at most 5 of 40
 
 
 def test_the_first_task_is_drawn_by_its_weight_and_left_out_tasks_come_last():
