@@ -85,7 +85,7 @@ def test_a_run_that_changed_no_weights_says_so() -> None:
     equal = [row | {"train/equal_groups_share": 1.0} for row in steps[:2]]
     lines = learning_table([*equal, steps[2]]).splitlines()
     assert len(lines) == 3 and "nothing was trained" in lines[0]
-    assert re.findall(r"\d+", lines[1]) == ["2", "3"]
+    assert re.findall(r"\d+", lines[1]) == ["2", "3", "100"]
     trained = steps[2] | {"train/num_updates": 1.0, "train/skipped_updates": 0.0}
     assert learning_table([trained]) == "" == learning_table([{"step": 0, "warmup/loss": 1.0}])
     skipped = trained | {"train/skipped_updates": 1.0}
