@@ -538,12 +538,22 @@ class TemporaryStore(Store):
 
     def __init__(self) -> None:
         directory = Path(tempfile.mkdtemp(prefix="lightning_jax-"))
-        self._delete = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-        super().__init__(directory / "store.sqlite")
+        try:
+            super().__init__(directory / "store.sqlite")
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self._delete = weakref.finalize(self, _delete_store, self._db, directory)
 
     def close(self) -> None:
         super().close()
         self._delete()
+
+
+def _delete_store(db: sqlite3.Connection, directory: Path) -> None:
+    """Close a forgotten store and delete its files. Python 3.13 warns of a connection left open."""
+    db.close()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _check_transition(rollout_id: str, old: RolloutStatus | None, new: RolloutStatus) -> None:
