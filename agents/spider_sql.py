@@ -48,10 +48,10 @@ from sqlite_sandbox import (
     QueryError,
     Result,
     clip,
-    execution_accuracy,
     extract_sql,
     reward,
     run_query,
+    score,
 )
 
 MAX_TURNS = 3  # queries: the first one and two rewrites
@@ -227,11 +227,6 @@ async def run(
     """Return the reward of the final query, and whether Spider's own evaluation accepts it."""
     final = await answer(task, llm, sql_tokens=sql_tokens, verdict_tokens=verdict_tokens)
     return await asyncio.to_thread(score, task, final["sql"])
-
-
-def score(task: Task, sql: str) -> dict[str, float]:
-    """Return `reward` and `execution_accuracy` of a query, 0 or 1 each."""
-    return {"reward": reward(task, sql), "execution_accuracy": execution_accuracy(task, sql)}
 
 
 # ---- Demonstrations ----------------------------------------------------------------------------

@@ -191,24 +191,38 @@ def reward(task: dict[str, Any], sql: str) -> float:
     Row order counts only if the gold query orders its result. Column order never counts. Numbers
     must agree to six digits. Raises ValueError if the gold query itself fails.
     """
-    gold = _gold_result(task, task["query"])
-    got = _result(task, sql, len(gold.rows) + 1)
-    return float(got is not None and _same_result(gold, got, orders_result(task["query"])))
+    return _match(task, *_results(task, task["query"], sql))
 
 
-def execution_accuracy(task: dict[str, Any], sql: str) -> float:
-    """Return 1.0 if the published evaluation of Spider would count `sql` as right, else 0.0.
+def score(task: dict[str, Any], sql: str) -> dict[str, float]:
+    """Return `reward` and `execution_accuracy` of a query, 0 or 1 each.
 
-    It is `reward` with two differences: DISTINCT is removed from both queries, and two empty
-    results are equal. See Zhong et al., arXiv 2010.02840, who also run each query on several
-    databases; this is the result on one. Raises ValueError if the gold query itself fails.
+    Execution accuracy is what the published evaluation of Spider measures. It differs from `reward`
+    in two ways: DISTINCT is removed from both queries, and two empty results are equal. See Zhong
+    et al., arXiv 2010.02840, who run each query on several databases; this is the result on one.
+    Raises ValueError if the gold query itself fails.
     """
-    gold = _gold_result(task, remove_distinct(task["query"]))
-    got = _result(task, remove_distinct(sql), len(gold.rows) + 1)
-    if got is None:
-        return 0.0
-    is_empty = not gold.rows and not got.rows
-    return float(is_empty or _same_result(gold, got, orders_result(task["query"])))
+    queries = task["query"], sql
+    plain = remove_distinct(queries[0]), remove_distinct(queries[1])
+    gold, got = _results(task, *queries)
+    earned = _match(task, gold, got)
+    if plain != queries:
+        gold, got = _results(task, *plain)
+    is_empty = got is not None and not gold.rows and not got.rows
+    return {"reward": earned, "execution_accuracy": float(is_empty or _match(task, gold, got))}
+
+
+def _results(task: dict[str, Any], gold: str, sql: str) -> tuple[Result, Result | None]:
+    """Return the results of the gold query and of another one, or None if that one fails."""
+    expected = _gold_result(task, gold)
+    try:
+        return expected, run_query(task["db_path"], sql, max_rows=len(expected.rows) + 1)
+    except QueryError:
+        return expected, None
+
+
+def _match(task: dict[str, Any], gold: Result, got: Result | None) -> float:
+    return float(got is not None and _same_result(gold, got, orders_result(task["query"])))
 
 
 def _gold_result(task: dict[str, Any], query: str) -> Result:
@@ -220,13 +234,6 @@ def _gold_result(task: dict[str, Any], query: str) -> Result:
         raise ValueError(
             f"gold query of task {task.get('id')!r} fails ({error}); fix or drop it."
         ) from error
-
-
-def _result(task: dict[str, Any], sql: str, max_rows: int) -> Result | None:
-    try:
-        return run_query(task["db_path"], sql, max_rows=max_rows)
-    except QueryError:
-        return None
 
 
 def _same_result(gold: Result, got: Result, ordered: bool) -> bool:

@@ -42,7 +42,7 @@ def names_of(lines: Iterable[str]) -> set[str]:
 def missing_requirements(have: set[str]) -> list[str]:
     """Return `name==version` of what the learning part needs and the machine lacks."""
     with tempfile.TemporaryDirectory() as folder:
-        pins = [x for x in (ROOT / "requirements.txt").read_text().splitlines()]
+        pins = (ROOT / "requirements.txt").read_text().splitlines()
         pins = [pin for pin in pins if not pin.startswith(("jax=", "jaxlib="))]
         pins += [f"jax=={JAX}", f"jaxlib=={JAX}"]
         (constraints := Path(folder) / "constraints.txt").write_text("\n".join(pins) + "\n")
@@ -100,8 +100,11 @@ def main() -> None:
     shutil.copytree(args.spider, target / DATA)
     (target / DATA).chmod(0o755)  # the source may be read-only
     have = names_of(x for x in args.have.read_text().splitlines() if not x.startswith("#"))
-    if missing := missing_requirements(have):
-        download(missing, target / WHEELS)
+    try:
+        if missing := missing_requirements(have):
+            download(missing, target / WHEELS)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"{' '.join(error.cmd[1:4])} failed, see above; run it in the environment of make")
     free = int(args.limit_mib * 2**20) - tree_bytes()
     first = free - size_of(target / DATA) - size_of(target / WHEELS) - 2**16
     if first <= 0:

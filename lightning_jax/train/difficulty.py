@@ -140,10 +140,11 @@ class DifficultySampler:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._step, self._drawn, self._order = state["step"], state["drawn"], None
-        self._lowest, self._highest = state.get("rewards") or (math.inf, -math.inf)
-        self._estimates = {name: Estimate(*known) for name, known in state["estimates"].items()}
+        rewards = state.get("rewards", (0.0, 1.0))
+        self._lowest, self._highest = rewards or (math.inf, -math.inf)
+        self._estimates = {name: _estimate(known) for name, known in state["estimates"].items()}
         shared = state.get("shared", {})
-        self._shared = {value: Estimate(*known) for value, known in shared.items()}
+        self._shared = {value: _estimate(known) for value, known in shared.items()}
 
     def _weight(self, task_id: str) -> float:
         """Return the weight of a task. An unseen one is as difficult as those of equal value."""
@@ -167,6 +168,11 @@ class DifficultySampler:
             "left_out": sum(is_left_out(estimate, self._config) for estimate in seen),
         }
         return {f"rollout/tasks_{name}_share": n / len(known) for name, n in counts.items()}
+
+
+def _estimate(saved: Sequence[Any]) -> Estimate:
+    """Read an estimate. Older checkpoints have no squares, and rewards of 0 and 1 are their own."""
+    return Estimate(*saved) if len(saved) == 4 else Estimate(saved[0], *saved)
 
 
 def _value(task: Task, field: str) -> str:

@@ -21,11 +21,11 @@ from sqlite_sandbox import (
     QueryError,
     _same_rows,
     close_workers,
-    execution_accuracy,
     extract_sql,
     orders_result,
     reward,
     run_query,
+    score,
 )
 
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n"
@@ -321,7 +321,7 @@ def test_reward(task: dict[str, Any], gold: str, sql: str, expected: float) -> N
     ],
 )
 def test_execution_accuracy(task: dict[str, Any], gold: str, sql: str, expected: float) -> None:
-    assert execution_accuracy(task | {"query": gold}, sql) == expected
+    assert score(task | {"query": gold}, sql)["execution_accuracy"] == expected
 
 
 def test_many_equal_columns_are_compared_in_bounded_time(task: dict[str, Any]) -> None:

@@ -233,6 +233,12 @@ def test_unseen_tasks_follow_the_pass_rate_of_their_level():
     assert blind[1] < 0.4 * blind.total()  # hardly any task comes twice
 
 
+def test_a_checkpoint_without_squares_gives_the_weights_that_it_had():
+    sampler = DifficultySampler([{"id": "a"}, {"id": "b"}], SETTINGS, seed=0)
+    sampler.restore({"step": 3, "drawn": 0, "estimates": {"a": [0.25, 2, 0], "b": [1.0, 1, 1]}})
+    assert [sampler._weight(name) for name in "ab"] == pytest.approx([0.75, 0.1])
+
+
 def test_weights_of_unseen_tasks_by_hand_and_after_a_restart():
     settings = dataclasses.replace(SETTINGS, by="level", solved_visits=1)
     tasks: list[Task] = [{"id": "a", "level": 0}, {"id": "b", "level": 0}, {"id": "c", "level": 1}]
