@@ -1,5 +1,6 @@
 """Records of a measurement on a borrowed accelerator. Imports the standard library alone."""
 
+import math
 import os
 import signal
 import sys
@@ -43,6 +44,14 @@ class Case:
     run: Callable[[Setting], Iterable[Figure]]
     least_s: float | None = None  # of time left to start it; None: a share of `minutes`
     is_resumed: bool = False  # by a later command, so that it may take all the time that is left
+
+
+def failed(name: str, unit: str, error: BaseException | str, predicted: str = "") -> Figure:
+    """Return a figure without a value, with the reason in its note."""
+    if isinstance(error, BaseException):
+        text = str(error).strip().split("\n")[0]
+        error = f"{type(error).__name__}: {text}"[:300]
+    return Figure(name, math.nan, unit, predicted, error)
 
 
 # Linux only. The signal survives `execv`. A parent that ended before it was asked for is noticed.

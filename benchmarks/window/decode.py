@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from window.cases import Case, Figure, Setting
+from window.cases import Case, Figure, Setting, failed
 
 BEGIN, END = "window: steps begin", "window: steps end"  # around the measured steps, on stderr
 NO_BUFFERS = {
@@ -132,11 +132,6 @@ def _step_figures(
     yield Figure(f"{prefix}dispatch", times.dispatch, "ms a step", predicted.dispatch)
 
 
-def _failed(name: str, unit: str, error: Exception, predicted: str = "") -> Figure:
-    lines = str(error).strip().splitlines() or [""]
-    return Figure(name, math.nan, unit, predicted, f"{type(error).__name__}: {lines[0][:200]}")
-
-
 def _measure_flags(setting: Setting) -> Iterator[Figure]:
     import jax
 
@@ -152,7 +147,7 @@ def _measure_flags(setting: Setting) -> Iterator[Figure]:
             jax.device_get(dispatch())
             times = measure_steps(dispatch, load.repeats)
         except Exception as error:  # noqa: BLE001  (the compiler may not know an option)
-            yield _failed(name, "ms a step", error)
+            yield failed(name, "ms a step", error)
         else:
             yield from _step_figures(f"{name}: ", times)
 
@@ -193,7 +188,7 @@ def _measure_skip_temp(setting: Setting) -> Iterator[Figure]:
             left = ends - time.monotonic()
             result, _ = _run_child(variant, setting.is_tiny, left, XLA_FLAGS=flags)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            yield _failed(variant, "ms a step", error)
+            yield failed(variant, "ms a step", error)
         else:
             yield from _step_figures(f"{variant}: ", StepTimes(**result["times"]))
 
@@ -217,7 +212,7 @@ def _measure_graph_updates(setting: Setting) -> Iterator[Figure]:
             left = ends - time.monotonic()
             result, log = _run_child(variant, setting.is_tiny, left, **logging)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            yield _failed(name, "a step", error)
+            yield failed(name, "a step", error)
             continue
         if result["platform"] != "gpu":
             yield Figure(name, math.nan, "a step", note=NEEDS_GPU)
@@ -321,7 +316,7 @@ def _measure_ceilings(setting: Setting) -> Iterator[Figure]:
         try:
             time_us, kernels = _chain_us(options, length, repeats)
         except Exception as error:  # noqa: BLE001  (the compiler may not know an option)
-            yield _failed(name, "us", error, predicted)
+            yield failed(name, "us", error, predicted)
         else:
             yield Figure(name, time_us, "us", predicted, f"{kernels} kernels")
     yield Figure("read of 64 numbers that are ready", _read_us(repeats), "us", "10 to 20")
@@ -455,7 +450,7 @@ def _measure_attention(setting: Setting) -> Iterator[Figure]:
         try:
             seconds = _attention_s(build, shape, 5 if setting.is_tiny else 30)
         except Exception as error:  # noqa: BLE001  (other libraries may raise anything)
-            yield _failed(named, "us", error, predicted)
+            yield failed(named, "us", error, predicted)
         else:
             size = 4 * shape.slots * shape.used * shape.kv_heads * shape.size
             yield Figure(named, 1e6 * seconds, "us", predicted)

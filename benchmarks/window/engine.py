@@ -22,20 +22,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from window.cases import Case, Figure, Setting
+from window.cases import Case, Figure, Setting, failed
+from window.shapes import shape_of
 
 ENGINE_THREAD = "engine"  # name that engine/loop.py gives it
 NUM_KERNELS = 15  # kernels of a trace that become figures
 COPY_RATES = {"H100": 3.0e12, "H200": 4.3e12}  # bytes/s, measured; gpu.md section 2
 PROMPT_TOKENS = 27  # of a first prompt of the generated tasks
-
-
-def failed(name: str, unit: str, error: BaseException | str) -> Figure:
-    """Return a figure without a value, with the reason in its note."""
-    if isinstance(error, BaseException):
-        text = str(error).strip().split("\n")[0]
-        error = f"{type(error).__name__}: {text}"[:300]
-    return Figure(name, math.nan, unit, note=error)
 
 
 def attempt(name: str, unit: str, measure: Callable[[], Iterable[Figure]]) -> Iterator[Figure]:
@@ -47,44 +40,6 @@ def attempt(name: str, unit: str, measure: Callable[[], Iterable[Figure]]) -> It
 
 
 # Models.
-
-
-def shape_of(name: str) -> Any:
-    """Return the DecoderConfig of `tiny`, `135m`, `0.5b` or `1.5b`."""
-    from lightning_jax.models.formats.known_shapes import SHAPES
-    from lightning_jax.models.tiny import tiny_config
-    from lightning_jax.models.transformer import DecoderConfig
-
-    if name == "tiny":
-        return tiny_config()
-    if name == "135m":  # SmolLM2-135M
-        return DecoderConfig(
-            vocab_size=49152,
-            embed_dim=576,
-            mlp_dim=1536,
-            num_layers=30,
-            num_heads=9,
-            num_kv_heads=3,
-            head_dim=64,
-            rope_theta=100000.0,
-            max_positions=8192,
-        )
-    if name == "0.5b":  # Qwen2.5-0.5B
-        return DecoderConfig(
-            vocab_size=151936,
-            embed_dim=896,
-            mlp_dim=4864,
-            num_layers=24,
-            num_heads=14,
-            num_kv_heads=2,
-            head_dim=64,
-            rope_theta=1e6,
-            norm_eps=1e-6,
-            qkv_bias=True,
-            max_positions=32768,
-            family="qwen2",
-        )
-    return SHAPES["Qwen/Qwen2.5-1.5B-Instruct"]
 
 
 def random_model(name: str) -> Any:

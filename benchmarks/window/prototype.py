@@ -31,11 +31,10 @@ from lightning_jax.models.attention.kv_cache import (
     row_length,
     write_cache,
 )
-from lightning_jax.models.formats.known_shapes import SHAPES
 from lightning_jax.models.matmul import matmul
-from lightning_jax.models.tiny import tiny_config
 from lightning_jax.models.transformer import DecoderConfig, Params, RMSNorm, param_shapes, unembed
 from lightning_jax.types import Leaf
+from window.shapes import shape_of
 
 Options = Mapping[str, str]  # of XLA's compiler
 Dispatch = Callable[[], Any]  # starts the next step and returns its result on the device
@@ -245,23 +244,8 @@ class Workload:
 def make_workload(model: str, slots: int, is_tiny: bool) -> Workload:
     """Return the workload of a model: 135m, 1.5b or 8b. If tiny, that of the tiny model."""
     if is_tiny:
-        return Workload(tiny_config(), slots=4, max_len=64, used=32, repeats=5)
-    if model == "135m":
-        config = DecoderConfig(
-            vocab_size=49152,
-            embed_dim=576,
-            mlp_dim=1536,
-            num_layers=30,
-            num_heads=9,
-            num_kv_heads=3,
-            head_dim=64,
-            rope_theta=100000.0,
-            max_positions=8192,
-        )
-    else:
-        hub = {"1.5b": "Qwen/Qwen2.5-1.5B-Instruct", "8b": "Qwen/Qwen3-8B"}
-        config = SHAPES[hub[model]]
-    return Workload(config, slots, max_len=768, used=640, repeats=30)
+        return Workload(shape_of("tiny"), slots=4, max_len=64, used=32, repeats=5)
+    return Workload(shape_of(model), slots, max_len=768, used=640, repeats=30)
 
 
 def engine_steps(load: Workload, options: Options | None = None) -> Dispatch:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from window.cases import Case, Figure, Setting
-from window.engine import attempt, failed, gpu_rate, shape_of, trace_figures
+from window.cases import Case, Figure, Setting, failed
+from window.engine import attempt, gpu_rate, trace_figures
+from window.shapes import shape_of
 
 PEAKS = {"H100": 990e12, "H200": 990e12}  # FLOP/s in bfloat16, dense
 

@@ -9,6 +9,7 @@ import pytest
 from window import engine, update
 from window.cases import Case, Figure, Setting
 from window.engine import Call, Clock, Kernel, admission_cost, kernels_of, plain_steps, steps_of
+from window.shapes import shape_of
 from window.update import Work, flops_of, mfu, sequences_of, work_of
 
 from lightning_jax.models.config import LoraConfig
@@ -53,7 +54,7 @@ def test_frozen_weights_cost_two_thirds_beside_adapters() -> None:
 
 def test_full_rows_of_1_5b_give_the_predicted_mfu() -> None:
     work = Work(4 * 4096, 4 * 4096 * 4097 // 2, 4 * 2048)
-    assert mfu(engine.shape_of("1.5b"), work, 0.621, 990e12) == pytest.approx(0.26, abs=0.01)
+    assert mfu(shape_of("1.5b"), work, 0.621, 990e12) == pytest.approx(0.26, abs=0.01)
 
 
 @pytest.mark.parametrize(("branches", "pairs"), [(1, 64 * 65 // 2), (8, 820 + 8 * (3 * 40 + 6))])
