@@ -131,6 +131,11 @@ class LLM:
         object.__setattr__(self, "prompts", Prompts(self.prompts))
 
 
+# Uses of rollouts: training, greedy evaluation, sampled evaluation, a probe of the warm-up, and a
+# search for prompts. Only the first is trained on.
+PHASES = ("train", "eval", "sampled", "probe", "prompt")
+
+
 @dataclass(frozen=True)
 class Rollout:
     """One execution of an agent on a task, as stored."""
@@ -138,7 +143,7 @@ class Rollout:
     rollout_id: str
     task_id: str
     group_id: str
-    phase: str  # "train", "eval" or "prompt"
+    phase: str  # one of PHASES
     step: int  # trainer step that requested it
     index: int  # index in the group, from 0
     attempt: int  # 1 for the first attempt

@@ -48,6 +48,7 @@ from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.names import local_path
 from lightning_jax.schema import Positive
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
+from lightning_jax.types import PHASES
 
 if TYPE_CHECKING:
     from lightning_jax.gateway.app import Gateway
@@ -187,7 +188,7 @@ def _add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", type=Path, help=run)
     rollout = "rollout to show (default: a table of all)"
     parser.add_argument("rollout_id", metavar="ROLLOUT", nargs="?", help=rollout)
-    parser.add_argument("--phase", choices=("train", "eval"), help="only rollouts of this phase")
+    parser.add_argument("--phase", choices=PHASES, help="only rollouts of this phase")
     parser.add_argument("--step", type=number_of(Index), help="only rollouts of this step")
     limit = "maximum number of rollouts (default: %(default)s)"
     parser.add_argument("--limit", type=number_of(Limit), default=DEFAULT_LIMIT, help=limit)

@@ -119,12 +119,14 @@ class Collector:
             self._progress.advance(self._sampling)
         self._on_rollout()
 
-    async def run(self, tasks: Sequence[Task], phase: str, step: int) -> list[Rollout]:
-        """Run each task once and return the finished rollouts.
+    async def run(
+        self, tasks: Sequence[Task], phase: str, step: int, attempts: int = 1
+    ) -> list[Rollout]:
+        """Run each task `attempts` times and return the finished rollouts, task by task.
 
         Raises TooManyFailures or BrokenAgent if the run should end.
         """
-        requests = make_requests(tasks, phase, step, 1)
+        requests = make_requests(tasks, phase, step, attempts)
         name = f"{phase} {step}"
         self._progress.begin(name, len(requests))
 

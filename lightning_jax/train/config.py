@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 
 from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.engine.config import ServeConfig
@@ -138,16 +138,33 @@ class DistributedConfig(Section):
 
 
 @dataclass(frozen=True)
+class WarmupStopConfig(Section):
+    """End of a warm-up at the weights from which RL has most to learn.
+
+    A probe samples attempts at tasks that the warm-up shows no demonstration of. It scores (share
+    of tasks whose attempts earn differently) * (share of tasks of which one earns 1 or more).
+    """
+
+    # Warm-up steps from one probe to the next, the first before the warm-up. 0: no probes, all of
+    # warmup.num_steps.
+    every: Natural = 0
+    num_tasks: Count = 16  # training tasks, always the same, at most half of them
+    attempts: Annotated[int, Ge(2)] = 8  # per task
+    patience: Count = 2  # probes in a row below the best one that end the warm-up
+
+
+@dataclass(frozen=True)
 class WarmupConfig(Section):
     """Supervised steps on demonstrations before the first rollout."""
 
-    num_steps: Natural = 0  # 0: no warm-up
+    num_steps: Natural = 0  # 0: no warm-up; with `stop` the maximum
     # FILE:FUNCTION, list of tasks -> list of conversations.
     demonstrations: FunctionRef | None = None
     # Task field. Tasks with the same value share a long prefix and are trained together.
     group_by: str | None = None
     group_size: Count = 8  # maximum tasks per group; a step computes a group's prefix once
     groups_per_step: Count = 4  # groups whose demonstrations make one step
+    stop: WarmupStopConfig = field(default_factory=WarmupStopConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-4))
 
     def __post_init__(self) -> None:
@@ -366,6 +383,13 @@ class Config(Section):
         _check_initial(self.initial_users, self.policies, self.model)
         check_ahead(self.rollout, self.algorithm)
         check_external(self.agent, self.rollout, self.algorithm)
+        if self.warmup.stop.every and self.agent.external:
+            raise InvalidValue(
+                f"warmup.stop.every is {self.warmup.stop.every} and agent.external is true, so "
+                "nothing here runs the attempts of a probe; set warmup.stop.every=0.",
+                reason="conflict",
+                key="warmup.stop.every",
+            )
         check_prompt_search(
             self.prompt_search,
             self.prompts,

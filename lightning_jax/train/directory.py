@@ -8,6 +8,8 @@ from lightning_jax.settings import ConfigError
 
 SETTINGS, SOURCES, METRICS = "config.yaml", "sources.json", "metrics.jsonl"
 STORE, CHECKPOINTS = "store.sqlite", "checkpoints"
+REFERENCE = "reference"  # weights that a KL is measured to
+WARMUP_BEST = "warmup_best"  # weights of the best probe while a warm-up runs
 LOCK, ENDED = "run.lock", "ended.json"
 SINKS_OPENED = "sinks.json"  # id of the run for metric sinks, and those that know it
 PROMPTS = "prompts.yaml"  # those that searches chose, by step

@@ -19,6 +19,7 @@ AREAS = {
     "reward": "Components of `rewards`, over the scored rollouts of a step.",
     "audit": "Signs of a gamed reward, in runs whose reward has components besides the agent's.",
     "train": "The update. Means are over trained tokens unless the text says otherwise.",
+    "warmup": "Probes of a warm-up, which has the metrics of the update too, under `warmup/`.",
     "serve": "The server during the step.",
     "time": "Seconds of the step's parts. Some of them overlap.",
 }
@@ -164,6 +165,10 @@ _TEXTS = {
     "train/value_clip_fraction": "share: values whose gradient algorithm.value_clip cut",
     "train/calls_without_value": "calls: number too long for a row, without a value",
     "train/sink_rows_lost": "rows: number that a metric sink has not taken so far, by sink=NAME",
+    "warmup/probe_unequal_share": "share: probed tasks whose attempts earned differently",
+    "warmup/probe_pass_share": "share: probed tasks of which an attempt earned 1 or more",
+    "warmup/probe_score": "share²: product of both; warmup.stop ends the warm-up near its peak",
+    "warmup/best_step": "step: weights that the policy phase starts from, where a probe ended it",
     "train/num_tasks": "tasks: tasks of a warm-up step",
     "train/num_conversations": "conversations: demonstrations of a warm-up step",
     "serve/requests": "requests: number that began",
@@ -182,6 +187,7 @@ _TEXTS = {
     "time/trainer_wait_s": "s: wait of the trainer for the step's rollouts",
     "time/sampler_wait_s": "s: from the row before to this one in which no rollout ran",
     "time/eval_s": "s: evaluation",
+    "time/probe_s": "s: probe of the warm-up",
     "time/prepare_s": "s: credit, advantages and token weights",
     "time/values_s": "s: forward pass that measures the values",
     "time/teacher_s": "s: forward pass of the teacher",
@@ -203,7 +209,7 @@ def describe(name: str) -> Description | None:
     """
     area, _, rest = name.partition("/")
     area = "train" if area == "warmup" else area
-    for known in (f"{area}/{rest.split('/', 1)[0]}", f"{area}/{rest}"):
+    for known in (name, f"{area}/{rest.split('/', 1)[0]}", f"{area}/{rest}"):
         if known in METRICS:
             return METRICS[known]
         found = next((METRICS[key] for key, made in _PATTERNS if made.fullmatch(known)), None)

@@ -33,7 +33,13 @@ class Pipelines:
         data, self._sampler = config.data, None  # None: `_tasks` gives the order
         if data.sampler == "difficulty":
             self._sampler = DifficultySampler(train_tasks, data.difficulty, config.seed)
-        groups = group_tasks(train_tasks, warmup.group_by, warmup.group_size)
+        self.probe_tasks: list[Task] = []  # of which no demonstration is shown
+        if warmup.stop.every:
+            at_most = min(warmup.stop.num_tasks, len(train_tasks) // 2)
+            self.probe_tasks = evenly_spaced(train_tasks, at_most)
+        probed = {task["id"] for task in self.probe_tasks}
+        shown = [task for task in train_tasks if task["id"] not in probed]
+        groups = group_tasks(shown, warmup.group_by, warmup.group_size)
         self._groups = TaskIterator(groups, warmup.groups_per_step, config.seed + 1)
         self._demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
         self._tokenizer, self._routing = tokenizer, Routing(config.roles, config.policies)

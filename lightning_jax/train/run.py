@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ from lightning_jax.train.runtime import return_freed_memory
 from lightning_jax.train.serving import ServedPolicy
 from lightning_jax.train.state import Replica
 from lightning_jax.train.status import status_of
-from lightning_jax.types import Metrics, Trajectory
+from lightning_jax.train.warmup_probes import WarmupProbes
+from lightning_jax.types import Metrics, Rollout, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class Run:
         )
         self.learning = LearningWatch()
         self.metrics = MetricsLog(self.directory / METRICS, self.step, config.metrics)
+        self.probes = WarmupProbes(config.warmup, pipelines.probe_tasks, self._run_probe)
+        self.probes.restore(self.replica.progress)
         self._changes = asyncio.Lock()  # held by commands to `leader`, except of `saving`
         # Positions in the pipelines at this step, or None while its state is changing.
         self._positions: dict[str, Any] | None = self._progress()
@@ -100,11 +103,15 @@ class Run:
         """Run one step and return its metrics row.
 
         A step is the rollouts beside an evaluation if one is due, the updates, and the publication
-        of new weights. Once the update begins, a cancelled step is finished first. Raises NotFinite
-        if the gradients of too many steps in a row were not finite.
+        of new weights. Once the update begins, a cancelled step is finished first. A warm-up step
+        after which nothing is gained ends the warm-up instead. Raises NotFinite if the gradients of
+        too many steps in a row were not finite.
         """
         served = self.gateway.stats()
-        searched = await self.search_prompts()
+        searched = await self.search_prompts() | await self._probe()
+        if self._is_warmup and self.probes.is_past_peak:
+            metrics = await self.saved()
+            return await run_to_end(self._end_warmup(searched | metrics, served))
         prepare = self._demonstrations if self._is_warmup else self._policy_sequences
         # Beside the rollouts, which get the first slots. Both use the weights of this step.
         evaluating = asyncio.create_task(self.evaluate())
@@ -125,7 +132,7 @@ class Run:
         async with self._changes:
             self._positions = None
             metrics |= await self._learn(sequences)
-            row |= await run_in_thread(self._publish)
+            row |= await run_in_thread(self._publish, Replica.advance)
             await run_in_thread(return_freed_memory)  # before the checkpoint's copies
             self._positions = self._progress()
             if self.step % self.config.checkpoint.every == 0:
@@ -136,15 +143,57 @@ class Run:
             warn_of_mismatch(metrics, step, self.config.model.dtype)
             self.learning.observe(metrics, step)
         log.info("step %d: %s", step, summary(metrics))
-        row |= metrics | serve_metrics(served, self.gateway.stats())
+        row |= metrics
+        if not is_warmup:
+            row["time/sampler_wait_s"] = self._idle.seconds - self._idle_s
+        return await self._write_row(step, row, served)
+
+    async def _write_row(self, step: int, row: Metrics, served: Metrics) -> Metrics:
+        """Write and return the row, completed with the server's metrics and the step's time."""
+        row |= serve_metrics(served, self.gateway.stats())
         # From row to row, so that it includes drawing the curves of the previous row.
         row["time/step_s"] = time.monotonic() - self.row_at
         self.row_at += row["time/step_s"]
-        if not is_warmup:
-            row["time/sampler_wait_s"] = self._idle.seconds - self._idle_s
         self._idle_s = self._idle.seconds
         await run_in_thread(self.metrics.write, step, row)
         return row
+
+    async def _probe(self) -> Metrics:
+        """Return the metrics of a probe of the warm-up, or {} if none is due."""
+        started = time.monotonic()
+        metrics = await self.probes.measure_if_due(self.step)
+        if not metrics:
+            return {}
+        if self.probes.is_newest_best:
+            async with self._changes:
+                await run_to_end(run_in_thread(self.leader.call, Replica.keep_weights))
+        log.info(
+            "step %d: attempts differ for %.0f%% of the tasks, and %.0f%% were solved by one",
+            *(self.step, 100 * metrics["warmup/probe_unequal_share"]),
+            100 * metrics["warmup/probe_pass_share"],
+        )
+        return metrics | {"time/probe_s": time.monotonic() - started}
+
+    async def _run_probe(self, tasks: Sequence[Task], step: int, attempts: int) -> list[Rollout]:
+        return await self.collector.run(tasks, "probe", step, attempts)
+
+    async def _end_warmup(self, row: Metrics, served: Metrics) -> Metrics:
+        """Go to the first policy step with the weights of the best probe, and save them."""
+        step, best = self.step, self.probes.best
+        assert best is not None, "a warm-up ends early after a best probe"
+        async with self._changes:
+            self._positions = None
+            row |= await run_in_thread(self._publish, Replica.end_warmup)
+            self._positions = self._progress()
+            await self._begin_save()  # before those of the best probe are deleted
+        log.info(
+            "the warm-up ends at step %d with the weights of step %d, whose probe scored %.2f; "
+            "steps go on at %d",
+            *(step, best.step, best.score, self.step),
+            extra={"event": "warmup_stopped", "step": step, "best_step": best.step},
+        )
+        row["warmup/best_step"] = float(best.step)
+        return await self._write_row(step, row, served)
 
     async def search_prompts(self) -> Metrics:
         """Return the metrics of a search for better prompts, or {} if none is due."""
@@ -162,7 +211,8 @@ class Run:
 
     def _progress(self) -> dict[str, Any]:
         """Return what a checkpoint of this step keeps of the tasks and groups."""
-        return self.pipelines.progress() | self.collector.groups.progress()
+        kept = self.pipelines.progress() | self.collector.groups.progress()
+        return kept | (self.probes.progress() if self.config.warmup.stop.every else {})
 
     @property
     def _is_warmup(self) -> bool:
@@ -222,12 +272,13 @@ class Run:
             watch.observe(metrics, self.step)
         return metrics | {"time/train_s": time.monotonic() - started}
 
-    def _publish(self) -> Metrics:
+    def _publish(self, go_on: Callable[[Replica], None]) -> Metrics:
         """Go to the next step, load its weights into the engines, and return timing metrics.
 
-        Weights that the step did not train only get the new version.
+        `go_on` is the command that goes there. Weights that the step did not train only get the
+        new version.
         """
-        self.leader.call(Replica.advance)
+        self.leader.call(go_on)
         started = time.monotonic()
         self.leader.tell(Replica.publish)
         params = [
@@ -273,6 +324,8 @@ class Run:
         finally:
             if saving.done():
                 self.saving = None
+        if not self._is_warmup:
+            await run_in_thread(self.replica.forget_weights)
         return {"time/checkpoint_s": took, "time/checkpoint_wait_s": time.monotonic() - started}
 
     async def save(self) -> None:

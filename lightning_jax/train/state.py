@@ -6,6 +6,7 @@ them. `multihost.Leader` ensures that. A run of one process has only the leader'
 
 import contextlib
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ import numpy as np
 from lightning_jax.cluster.weights import on_host
 from lightning_jax.engine.engine import Engine
 from lightning_jax.models.formats.load import LoadedModel, load_like
-from lightning_jax.models.lora import adapted_facts, overlay, pick
+from lightning_jax.models.lora import adapted_facts, pick
 from lightning_jax.models.reshard import reshard
 from lightning_jax.models.sharding import param_shardings, serving_mesh, to_host
 from lightning_jax.models.transformer import Params
@@ -28,12 +29,12 @@ from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.multi_policy.scope import PolicyScope, pack, unpack
 from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
 from lightning_jax.rl.sequence import TrainingSequence
-from lightning_jax.rl.train_state import TrainState, init_state
+from lightning_jax.rl.train_state import TrainState
 from lightning_jax.rl.train_step import taking_turns
 from lightning_jax.rl.updater import NO_MOMENTS, Updater
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import CHECKPOINTS
+from lightning_jax.train.directory import CHECKPOINTS, REFERENCE, WARMUP_BEST
 from lightning_jax.train.teacher import load_teacher, score_by_policy
 from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Metrics, Trajectory
@@ -161,8 +162,32 @@ class Replica:
         After the warm-up the optimizer is reset, and the warm-up's weights become the reference.
         """
         self.step += 1
-        if self.step != self.config.warmup.num_steps:
-            return
+        if self.step == self.config.warmup.num_steps:
+            self._begin_policy()
+
+    def keep_weights(self) -> None:
+        """Save the weights of this step for `end_warmup`."""
+        with self._checkpoints(WARMUP_BEST) as kept:
+            kept.clear()
+            self._save_weights(kept, self.states, self.scopes)
+
+    def end_warmup(self) -> None:
+        """Skip the rest of the warm-up, with the weights that `keep_weights` saved."""
+        with self._checkpoints(WARMUP_BEST) as kept:
+            step = kept.latest_step
+            assert step is not None, "the best probe's weights are saved"
+            for scope in self.scopes:
+                state = self.states[scope.index]
+                params = kept.restore_params(state.params, step, scope.policy)
+                self.states[scope.index] = replace(state, params=params)
+        self.step = self.config.warmup.num_steps
+        self._begin_policy()
+
+    def forget_weights(self) -> None:
+        """Delete what `keep_weights` saved."""
+        shutil.rmtree(Path(self.config.run_dir) / WARMUP_BEST, ignore_errors=True)
+
+    def _begin_policy(self) -> None:
         for index, scope in enumerate(self.scopes):
             # Popped first, because old and new moments together would double the memory.
             params = self.states.pop(index).policy
@@ -268,9 +293,8 @@ class Replica:
         if not self.config.algorithm.has_reference or self.phase == "warmup":
             return reference
         states = [self.states[scope.index] for scope in self._learning]
-        directory = Path(self.config.run_dir) / "reference"
         begins = self.step == self.config.warmup.num_steps
-        with contextlib.closing(Checkpointer(directory, self.config.checkpoint)) as references:
+        with self._checkpoints(REFERENCE) as references:
             if (step := references.latest_step) is not None and not begins:
                 copies = [
                     references.restore_params(state.params, step, scope.policy)
@@ -278,12 +302,24 @@ class Replica:
                 ]
             else:
                 copies = [jax.tree.map(jnp.copy, state.params) for state in states]
-                saved = [  # without moments, because they are never read
-                    init_state(overlay(state.base, copy), NO_MOMENTS)
-                    for state, copy in zip(states, copies, strict=True)
-                ]
                 references.clear()
-                references.save(self.step, pack(self._learning, saved), {})
+                self._save_weights(references, states, self._learning)
         for scope, copy in zip(self._learning, copies, strict=True):
             reference[scope.index] = copy
         return reference
+
+    @contextlib.contextmanager
+    def _checkpoints(self, name: str) -> Iterator[Checkpointer]:
+        """Open a directory of the run with weights that are not those of a checkpoint."""
+        directory = Path(self.config.run_dir) / name
+        with contextlib.closing(Checkpointer(directory, self.config.checkpoint)) as found:
+            yield found
+
+    def _save_weights(
+        self, where: Checkpointer, states: Sequence[TrainState], scopes: Sequence[PolicyScope]
+    ) -> None:
+        """Save the states of this step without moments and critics, which nobody will read."""
+        saved = [
+            replace(state, opt_state=NO_MOMENTS.init(state.params), critic=None) for state in states
+        ]
+        where.save(self.step, pack(scopes, saved), {})

@@ -95,7 +95,7 @@ async def _run_steps(run: Run, total_steps: int, bar: tqdm) -> None:
     try:
         while run.step < total_steps:
             await run.one_step()
-            bar.update()
+            bar.update(run.step - bar.n)  # a warm-up that ends early skips steps
     finally:
         await run.collector.groups.close()
     searched = await run.search_prompts()

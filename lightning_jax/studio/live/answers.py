@@ -18,7 +18,7 @@ from lightning_jax.studio.search import search_transcripts
 from lightning_jax.studio.terminal import facts
 from lightning_jax.studio.text import cut, printable
 from lightning_jax.traces.listing import Filter, Order, StoreListing
-from lightning_jax.types import Rollout
+from lightning_jax.types import PHASES, Rollout
 
 Json = dict[str, Any]
 
@@ -74,7 +74,7 @@ def run_answer(run: WatchedRun) -> Json:
     summary = run.summary()
     with run.listing() as listing:
         worst_group = find_worst_group(listing, summary)
-        steps = {phase: listing.steps(phase) for phase in ("train", "eval", "prompt")}
+        steps = {phase: listing.steps(phase) for phase in PHASES}
         failures = [
             Failure(status, _name(reason), number, example, printable(cut(detail or "", 300)))
             for status, reason, number, example, detail in listing.failures()
@@ -85,6 +85,8 @@ def run_answer(run: WatchedRun) -> Json:
         "metrics": sorted({name for row in summary.rows for name in row} - {"step"}),
         "train_steps": steps["train"],
         "eval_steps": steps["eval"],
+        "sampled_steps": steps["sampled"],
+        "probe_steps": steps["probe"],
         "prompt_steps": steps["prompt"],
         "failures": [asdict(failure) for failure in failures],
         "settings": [

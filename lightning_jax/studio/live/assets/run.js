@@ -202,7 +202,9 @@ function controls(run, change) {
   const all = [["", "all"]];
   const steps = run[`${kept.phase}_steps`];
   const phases = [["train", "training"], ["eval", "evaluation"]];
-  if (run.prompt_steps.length) phases.push(["prompt", "search for prompts"]);
+  const others = [["sampled", "sampled evaluation"], ["probe", "probe of the warm-up"],
+    ["prompt", "search for prompts"]];
+  phases.push(...others.filter(([phase]) => run[`${phase}_steps`].length));
   const newest = [...steps].reverse().map((step) => [String(step), String(step)]);
   if (!steps.map(String).includes(kept.step)) kept.step = "";
   const search = element("input", { type: "search", value: kept.text,
