@@ -28,6 +28,7 @@ from lightning_jax.types import FINISHED, Metrics, Rollout, Span, Task, Trajecto
 MAX_NAMES = 200
 MAX_NAME_CHARS = 100
 FULL_REWARD = 1.0  # by convention, the reward of a task that is fully right
+ROUNDING = 1e-6  # rewards that differ by less are equal
 OTHER = "other"  # replaces the rarest names beyond MAX_NAMES
 
 
@@ -292,7 +293,39 @@ def eval_change(before: Sequence[Rollout], rollouts: Sequence[Rollout]) -> Metri
         "eval/change_stderr": found.change_stderr,
         "eval/num_better": float(found.num_won),
         "eval/num_worse": float(found.num_lost),
+        "eval/change_p": found.p_value,
     }
+
+
+def sampled_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Return the results of several sampled attempts at each task of an evaluation.
+
+    A failed agent earns 0. The error is the standard error over tasks. Empty without a result.
+    """
+    rewards = list(task_rewards(rollouts).values())
+    if not rewards:
+        return {}
+    means = np.asarray([fmean(values) for values in rewards])
+    unequal, solved = attempt_shares(rewards)
+    return {
+        "eval/sampled_reward_mean": float(means.mean()),
+        "eval/sampled_reward_stderr": standard_error(means),
+        "eval/sampled_solved_share": solved,
+        "eval/sampled_unequal_share": unequal,
+        "eval/sampled_attempts": float(max(map(len, rewards))),
+    }
+
+
+def attempt_shares(rewards: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return (share of tasks with different rewards, share of tasks that an attempt solves).
+
+    `rewards` are those of each task's attempts. Solved is the full reward (pass@k of k attempts).
+    Both are 0 without a task.
+    """
+    number = max(len(rewards), 1)
+    unequal = sum(max(values) - min(values) > ROUNDING for values in rewards)
+    solved = sum(max(values) >= FULL_REWARD - ROUNDING for values in rewards)
+    return unequal / number, solved / number
 
 
 def eval_metrics_by(
@@ -341,7 +374,7 @@ def _earned(rollout: Rollout) -> float:
 
 def full_reward_share(rewards: Float[np.ndarray, " N"]) -> float:
     """Return the share of at least one reward that is FULL_REWARD or more, up to rounding."""
-    return float((rewards >= FULL_REWARD - 1e-6).mean())
+    return float((rewards >= FULL_REWARD - ROUNDING).mean())
 
 
 def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:

@@ -77,6 +77,7 @@ class DataConfig(Section):
 class EvalConfig(Section):
     every: Natural = 10  # in trainer steps; 0: only at the end
     num_tasks: Natural = 64  # from the dev split, always the same tasks
+    attempts: Natural = 0  # also sample this many attempts at each task, as in training
     at_start: bool = True  # also before the first step and after the warm-up
     by: str | None = None  # task field; also report a result for each of its values
 

@@ -1,9 +1,14 @@
-"""Greedy evaluation on the dev tasks, at the steps that the settings name."""
+"""Evaluation on the dev tasks, greedy and sampled, at the steps that the settings name."""
 
 import time
 from collections.abc import Sequence
 
-from lightning_jax.rollouts.metrics import eval_change, eval_metrics, eval_metrics_by
+from lightning_jax.rollouts.metrics import (
+    eval_change,
+    eval_metrics,
+    eval_metrics_by,
+    sampled_metrics,
+)
 from lightning_jax.traces.store import Store
 from lightning_jax.train.collect import Collector
 from lightning_jax.train.config import Config
@@ -29,6 +34,9 @@ async def evaluate_if_due(
     started = time.monotonic()
     rollouts = await collector.run(tasks, "eval", step)
     results = eval_metrics(rollouts) | eval_metrics_by(settings.by, tasks, rollouts)
+    if settings.attempts:
+        sampled = await collector.run(tasks, "sampled", step, settings.attempts)
+        results |= sampled_metrics(sampled)
     since = 0 if after_warmup <= 0 else config.warmup.num_steps
     before = await store.in_order(store.rollouts, phase="eval", step=since)
     # The change made by the warm-up or by the policy phase.

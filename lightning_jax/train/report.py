@@ -18,6 +18,10 @@ EVALUATION = {  # columns of a table of evaluations, and their metrics
     "change_stderr": "eval/change_stderr",
     "better": "eval/num_better",
     "worse": "eval/num_worse",
+    "p": "eval/change_p",
+    "sampled": "eval/sampled_reward_mean",
+    "sampled_stderr": "eval/sampled_reward_stderr",
+    "solved_by_any": "eval/sampled_solved_share",
 }
 
 NOTHING_TRAINED = "nothing was trained: no step with rollouts changed the weights"
@@ -26,13 +30,15 @@ NOTHING_TRAINED = "nothing was trained: no step with rollouts changed the weight
 def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
     """Return a table with a line per evaluation, and one below it per value of the task field `by`.
 
-    Changes are per task, relative to the start of the phase (the warm-up or the steps after it).
+    Changes are per task, relative to the start of the phase (the warm-up or the steps after it). p
+    is that of a sign test.
     """
     lines = ["step  greedy reward on dev tasks"]
     for row in rows:
         if "eval/reward_mean" in row:
             lines.append(f"{row['step']:4.0f}  {_result(row, '')}{_change(row)}")
             start = f"eval/reward_mean/{by}="
+            lines += _sampled(row)
             values = [name.removeprefix(start) for name in row if name.startswith(start)]
             lines += [f"      {by}={value}: {_result(row, f'/{by}={value}')}" for value in values]
     return "\n".join(lines)
@@ -138,7 +144,20 @@ def _change(row: Mapping[str, float | int]) -> str:
         f"   {row['eval/change_mean']:+.3f} ± {row['eval/change_stderr']:.3f} since step "
         f"{row['eval/change_since_step']:.0f}: {row['eval/num_better']:.0f} better, "
         f"{row['eval/num_worse']:.0f} worse"
+        + (f", p = {row['eval/change_p']:.2g}" if "eval/change_p" in row else "")
     )
+
+
+def _sampled(row: Mapping[str, float | int]) -> list[str]:
+    """Return a line of the sampled attempts of an evaluation, if it has any."""
+    if "eval/sampled_reward_mean" not in row:
+        return []
+    mean, error = row["eval/sampled_reward_mean"], row["eval/sampled_reward_stderr"]
+    solved, unequal = row["eval/sampled_solved_share"], row["eval/sampled_unequal_share"]
+    return [
+        f"      sampled {mean:.3f} ± {error:.3f} in {row['eval/sampled_attempts']:.0f} attempts: "
+        f"{solved:.1%} of the tasks are solved by one, {unequal:.1%} have attempts that differ"
+    ]
 
 
 def _result(row: Mapping[str, float | int], part: str) -> str:

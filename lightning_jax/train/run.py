@@ -170,7 +170,7 @@ class Run:
         log.info(
             "step %d: attempts differ for %.0f%% of the tasks, and %.0f%% were solved by one",
             *(self.step, 100 * metrics["warmup/probe_unequal_share"]),
-            100 * metrics["warmup/probe_pass_share"],
+            100 * metrics["warmup/probe_solved_share"],
         )
         return metrics | {"time/probe_s": time.monotonic() - started}
 

@@ -189,7 +189,10 @@ def _warn_of_bias(config: Config) -> None:
 def _check_files(config: Config) -> None:
     """Raise the limit of open files. Raises ConfigError if the agents need more."""
     rollout, free = config.rollout, number_free()
-    in_a_step = max(rollout.tasks_per_step * rollout.group_size, config.eval.num_tasks)
+    in_a_step = max(
+        rollout.tasks_per_step * rollout.group_size,
+        config.eval.num_tasks * max(1, config.eval.attempts),
+    )
     at_once = min(rollout.concurrency, in_a_step)
     if at_once * FILES_PER_AGENT > free:
         raise ConfigError(

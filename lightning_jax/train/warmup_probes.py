@@ -9,11 +9,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_jax.rollouts.metrics import FULL_REWARD, task_rewards
+from lightning_jax.rollouts.metrics import attempt_shares, task_rewards
 from lightning_jax.train.config import WarmupConfig
 from lightning_jax.types import Metrics, Rollout, Task
-
-ROUNDING = 1e-9  # rewards that differ by less are equal
 
 
 @dataclass(frozen=True)
@@ -22,11 +20,11 @@ class Probe:
 
     step: int
     unequal_share: float  # tasks whose attempts earned differently
-    pass_share: float  # tasks of which an attempt earned the full reward
+    solved_share: float  # tasks of which an attempt earned the full reward
 
     @property
     def score(self) -> float:
-        return self.unequal_share * self.pass_share
+        return self.unequal_share * self.solved_share
 
 
 def read_probe(step: int, rollouts: Sequence[Rollout]) -> Probe:
@@ -34,11 +32,7 @@ def read_probe(step: int, rollouts: Sequence[Rollout]) -> Probe:
 
     A failed agent earns 0. Attempts that the infrastructure failed do not count.
     """
-    rewards = list(task_rewards(rollouts).values())
-    number = max(len(rewards), 1)
-    unequal = sum(max(values) - min(values) > ROUNDING for values in rewards)
-    passed = sum(max(values) >= FULL_REWARD for values in rewards)
-    return Probe(step, unequal / number, passed / number)
+    return Probe(step, *attempt_shares(list(task_rewards(rollouts).values())))
 
 
 def best_probe(probes: Sequence[Probe]) -> Probe | None:
@@ -83,7 +77,7 @@ class WarmupProbes:
         self._probes.append(probe)
         return {
             "warmup/probe_unequal_share": probe.unequal_share,
-            "warmup/probe_pass_share": probe.pass_share,
+            "warmup/probe_solved_share": probe.solved_share,
             "warmup/probe_score": probe.score,
         }
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lightning_jax.rollouts.config import RolloutConfig
@@ -15,6 +16,7 @@ from lightning_jax.rollouts.metrics import (
     eval_metrics,
     eval_metrics_by,
     rollout_metrics,
+    sampled_metrics,
     task_rewards,
     to_trajectories,
 )
@@ -145,10 +147,31 @@ def test_evaluations_are_compared_task_by_task() -> None:
         "eval/change_stderr": pytest.approx(0.375),
         "eval/num_better": 2.0,
         "eval/num_worse": 1.0,
+        "eval/change_p": 1.0,  # 2 to 1
     }
     failed = eval_change(before, [_of_task(2, "agent_failure", reason="deadline")])
     assert (failed["eval/change_mean"], failed["eval/change_stderr"]) == (-1.0, 0.0)
     assert eval_change(before, after[4:]) == eval_change([], after) == {}
+
+
+def test_sampled_attempts_are_averaged_by_task() -> None:
+    rewards = {0: (1.0, 0.0), 1: (0.25, 0.25), 2: (1.0, 1.0 - 1e-9)}
+    rollouts = [
+        replace(_of_task(task, "scored", reward=reward), index=index)
+        for task, values in rewards.items()
+        for index, reward in enumerate(values)
+    ]
+    rollouts.append(replace(_of_task(3, "agent_failure", reason="deadline"), index=0))
+    rollouts.append(replace(_of_task(4, "infrastructure_failure", reason="e"), index=0))
+    # Means 0.5, 0.25, 1 and 0 of four tasks.
+    assert sampled_metrics(rollouts) == {
+        "eval/sampled_reward_mean": pytest.approx(0.4375),
+        "eval/sampled_reward_stderr": pytest.approx(np.std([0.5, 0.25, 1, 0], ddof=1) / 2),
+        "eval/sampled_solved_share": 0.5,
+        "eval/sampled_unequal_share": 0.25,
+        "eval/sampled_attempts": 2.0,
+    }
+    assert sampled_metrics(rollouts[-1:]) == {}
 
 
 def test_what_agents_measured_is_averaged() -> None:

@@ -23,6 +23,12 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
             "eval/change_stderr": 0.0625,
             "eval/num_better": 4.0,
             "eval/num_worse": 1.0,
+            "eval/change_p": 0.375,
+            "eval/sampled_reward_mean": 0.3,
+            "eval/sampled_reward_stderr": 0.05,
+            "eval/sampled_solved_share": 0.75,
+            "eval/sampled_unequal_share": 0.5,
+            "eval/sampled_attempts": 8.0,
             "eval/change_since_step": 0.0,
             "eval/reward_mean/hops=2": 0.75,
             "eval/reward_stderr/hops=2": 0.2,
@@ -34,10 +40,11 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
     ] == [
         [],
         ["0", "0.250", "0.125", "12"],
-        ["2", "0.500", "0.100", "12", "+0.250", "0.062", "0", "4", "1"],
+        ["2", "0.500", "0.100", "12", "+0.250", "0.062", "0", "4", "1", "0.38"],
+        ["0.300", "0.050", "8", "75.0", "50.0"],
         ["hops", "2", "0.750", "0.200", "4"],
     ]
-    assert len(result_table(rows).splitlines()) == 3
+    assert len(result_table(rows).splitlines()) == 4
 
 
 def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:

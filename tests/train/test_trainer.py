@@ -306,7 +306,7 @@ def test_the_warmup_learns_the_demonstrations_first(model_dir: Path, tmp_path: P
             optimizer=OptimizerConfig(learning_rate=1e-2),
         ),
         rollout=RolloutConfig(tasks_per_step=2, group_size=4),
-        eval=EvalConfig(every=0, num_tasks=4, at_start=True),
+        eval=EvalConfig(every=0, num_tasks=4, at_start=True, attempts=3),
     )
     rows = asyncio.run(train(config, TASKS, TASKS))
     assert rows[0]["warmup/loss"] > 3 * rows[9]["warmup/loss"]
@@ -319,6 +319,9 @@ def test_the_warmup_learns_the_demonstrations_first(model_dir: Path, tmp_path: P
         assert row["eval/change_since_step"] == since
         change = evals[int(row["step"])] - evals[since]
         assert row["eval/change_mean"] == pytest.approx(change, abs=1e-12)
+    for row in (rows[0], rows[10], rows[12]):
+        assert row["eval/sampled_attempts"] == 3
+    assert rows[0]["eval/sampled_reward_mean"] < rows[10]["eval/sampled_reward_mean"]
 
 
 def _short(model_dir: Path, run_dir: Path) -> Config:
