@@ -36,6 +36,7 @@ from lightning_jax.schema import (
     NonNegative,
     PathOrName,
     Section,
+    Share,
     require,
 )
 from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
@@ -152,6 +153,7 @@ class WarmupStopConfig(Section):
     num_tasks: Count = 16  # training tasks, always the same, at most half of them
     attempts: Annotated[int, Ge(2)] = 8  # per task
     patience: Count = 2  # probes in a row below the best one that end the warm-up
+    min_score: Share = 0.1  # the best score must reach this; of 16 tasks, a lower one is chance
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_jax.rollouts.metrics import attempt_shares, task_rewards
-from lightning_jax.train.config import WarmupConfig
+from lightning_jax.train.config import WarmupConfig, WarmupStopConfig
 from lightning_jax.types import Metrics, Rollout, Task
 
 
@@ -40,15 +40,16 @@ def best_probe(probes: Sequence[Probe]) -> Probe | None:
     return max(probes, key=lambda probe: probe.score, default=None)
 
 
-def is_past_peak(probes: Sequence[Probe], patience: int) -> bool:
-    """Return True if the last `patience` probes all score below an earlier one.
+def is_past_peak(probes: Sequence[Probe], stop: WarmupStopConfig) -> bool:
+    """Return True if the last `stop.patience` probes score no higher than an earlier one.
 
-    While every score is 0 the warm-up has not reached what RL could use, so it goes on.
+    That one scores at least `stop.min_score`. Before, the warm-up has not reached what RL could
+    use: the first steps make a policy worse that solved a task by luck.
     """
     best = best_probe(probes)
-    if best is None or best.score == 0:
+    if best is None or best.score < stop.min_score:
         return False
-    return len(probes) - 1 - list(probes).index(best) >= patience
+    return len(probes) - 1 - list(probes).index(best) >= stop.patience
 
 
 class WarmupProbes:
@@ -87,14 +88,16 @@ class WarmupProbes:
 
     @property
     def is_newest_best(self) -> bool:
-        """True if the newest probe is the best so far, with a score above 0."""
+        """True if the newest probe is the best so far and scores enough to end the warm-up."""
         best = self.best
-        return best is not None and best.score > 0 and best is self._probes[-1]
+        if best is None or best.score < self._warmup.stop.min_score:
+            return False
+        return best is self._probes[-1]
 
     @property
     def is_past_peak(self) -> bool:
         """True if the warm-up should end with the weights of the best probe."""
-        return is_past_peak(self._probes, self._warmup.stop.patience)
+        return is_past_peak(self._probes, self._warmup.stop)
 
     def progress(self) -> dict[str, Any]:
         """Return the probes as a JSON object."""

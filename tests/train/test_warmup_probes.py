@@ -72,6 +72,7 @@ def test_a_probe_counts_unequal_and_solved_tasks() -> None:
     [
         ([], 1, False),
         ([0, 0, 0], 1, False),  # nothing that RL could use yet
+        ([0.04, 0, 0.02], 1, False),  # solved by luck
         ([0, 0.2], 1, False),
         ([0, 0.2, 0.1], 1, True),
         ([0, 0.2, 0.2], 1, True),  # as good later is no reason to go on
@@ -82,7 +83,8 @@ def test_a_probe_counts_unequal_and_solved_tasks() -> None:
 )
 def test_a_warmup_ends_past_its_peak(scores: list[float], patience: int, expected: bool) -> None:
     probes = [Probe(step, 1.0, float(score)) for step, score in enumerate(scores)]
-    assert is_past_peak(probes, patience) == expected
+    stop = WarmupStopConfig(every=1, patience=patience, min_score=0.1)
+    assert is_past_peak(probes, stop) == expected
 
 
 @pytest.fixture(scope="module")
