@@ -65,6 +65,24 @@ def by_sequence(
     return found
 
 
+def by_target(
+    batches: Sequence[Batch], values: Sequence[tuple[float, ...]]
+) -> list[Float[np.ndarray, "B R"]]:
+    """Return each batch's array of one value per target, 0 where masked.
+
+    `values` has one per target of each packed sequence, in order. This undoes `by_sequence`.
+    """
+    found = []
+    for batch in batches:
+        mask, calls = np.asarray(batch.target_mask), np.asarray(batch.target_calls)
+        out = np.zeros(mask.shape, np.float32)
+        # A sequence's targets are adjacent in one row, in order.
+        order = list(dict.fromkeys(calls[mask].tolist()))
+        out[mask] = [value for index in order for value in values[index]]
+        found.append(out)
+    return found
+
+
 def values_by_call(
     trajectories: Sequence[Trajectory],
     batches: Sequence[Batch],

@@ -44,6 +44,8 @@ class TrainingSequence:
     group: int | None = None
     # Divisor of the logits of the policy that learns. Log-probabilities are at this temperature.
     temperature: float = 1.0
+    # Of the trained tokens, by the trainer before the step's first update. (): not measured.
+    old_logprobs: tuple[float, ...] = ()
     teacher_coef: float = 0.0  # weight of the teacher's advantages (rl/distill.py); 0: no teacher
     teacher_logprobs: tuple[float, ...] = ()  # of the response, by the teacher; (): not scored yet
     teacher_prompt_ids: tuple[int, ...] = ()  # prompt that the teacher reads; (): the policy's

@@ -61,13 +61,14 @@ def num_trained(transition: Transition) -> int:
 
 
 def split_minibatches(
-    sequences: Sequence[TrainingSequence], number: int, seed: str = ""
+    sequences: Sequence[TrainingSequence], number: int, seed: str = "", *, grows: bool = True
 ) -> list[list[TrainingSequence]]:
     """Split the sequences into `number` random, non-empty parts of about equal size.
 
     Groups stay whole, so their common prefixes are still shared. With fewer groups than parts, only
     rollouts stay whole. There are at most as many parts as rollouts. Weights are multiplied by the
     number of parts, so that a part's gradient is on average as large as that of the whole step.
+    With `grows=False` they were already.
     """
     if number == 1 or not sequences:
         return [list(sequences)]
@@ -84,7 +85,11 @@ def split_minibatches(
         share = k * len(sequences) / number
         cuts.append(min(choices, key=lambda cut: abs(ends[cut - 1] - share)))
     return [
-        [_grown(sequence, number) for unit in units[start:end] for sequence in unit]
+        [
+            _grown(sequence, number) if grows else sequence
+            for unit in units[start:end]
+            for sequence in unit
+        ]
         for start, end in itertools.pairwise([*cuts, len(units)])
     ]
 

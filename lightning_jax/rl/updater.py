@@ -33,7 +33,7 @@ from lightning_jax.rl.gae import CallValues, state_sequences
 from lightning_jax.rl.kl_costs import charge_later_calls, has_later_calls
 from lightning_jax.rl.losses.objectives import policy_objective, supervised_objective
 from lightning_jax.rl.losses.policy import is_maximum
-from lightning_jax.rl.microbatches import measure, values_by_call
+from lightning_jax.rl.microbatches import by_sequence, by_target, measure, values_by_call
 from lightning_jax.rl.multi_policy.adapters import (
     AdapterPolicies,
     find_trained_policies,
@@ -110,8 +110,8 @@ class Updater:
         """Run the optimizer updates of one step and return (the new state, metrics).
 
         Takes ownership of `state`. There are `num_epochs` passes of up to `num_minibatches`
-        updates, the same in each pass. Sequences without a gradient are left out before the split.
-        Policies that learn separately have their own minibatches, updated side by side.
+        updates, which each pass draws anew. Sequences without a gradient are left out before the
+        split. Policies that learn separately have their own minibatches, updated side by side.
 
         If no sequence has a gradient, the state is returned unchanged with `train/num_updates` 0
         and `train/skipped_updates` 1. Otherwise the latter counts updates with a non-finite
@@ -143,30 +143,82 @@ class Updater:
             return state, metrics | {"train/skipped_updates": 1.0, "train/num_updates": 0.0}
         # With a single update the old log-probabilities equal the current ones.
         if self.needs_old_logprobs and self.num_epochs * len(minibatches) > 1:
-            minibatches = [
-                train_step.with_old_logprobs(self.functions, state.policy, batches)
-                for batches in minibatches
-            ]
+            known_old = partial(train_step.with_old_logprobs, self.functions, state.policy)
+            minibatches = [known_old(batches) for batches in minibatches]
         known = None
         if self.dpo_beta is not None:  # one minibatch, whose loss needs no other reference values
             assert reference is not None, "DPO keeps one"
             known = self._logprobs(minibatches[0], overlay(state.base, reference))
             reference = None
+        fixed = self._fixed(minibatch_sequences, parts, minibatches)
         updates = []
-        for batches, some in list(zip(minibatches, present, strict=True)) * self.num_epochs:
-            measured: Metrics = {}
-            if known is not None:
-                current = self._logprobs(batches, state.policy)
-                batches, measured = self._prefer(
-                    minibatch_sequences[0], parts[0][0], batches, current, known
-                )
-            state, learned = train_step.update(self.functions, state, batches, reference, some)
-            updates.append(learned | measured)
+        for epoch in range(self.num_epochs):
+            if epoch and fixed:
+                minibatches, present = self._drawn_anew(fixed, state, epoch)
+            for batches, some in zip(minibatches, present, strict=True):
+                measured: Metrics = {}
+                if known is not None:
+                    current = self._logprobs(batches, state.policy)
+                    batches, measured = self._prefer(
+                        minibatch_sequences[0], parts[0][0], batches, current, known
+                    )
+                state, learned = train_step.update(self.functions, state, batches, reference, some)
+                updates.append(learned | measured)
         seconds = (time.monotonic() - started) / self.num_epochs
         return state, metrics | merge_updates(updates) | {
             "train/tokens_per_s": metrics["train/tokens_naive"] / seconds,
             "train/forest_tokens_per_s": metrics["train/tokens_forest"] / seconds,
         }
+
+    def _fixed(
+        self,
+        minibatches: Sequence[Sequence[TrainingSequence]],
+        parts: Sequence[tuple[Sequence[Batch], Metrics]],
+        sharded: Sequence[Sequence[Batch]],
+    ) -> list[TrainingSequence]:
+        """Return the packed sequences with what was measured before the first update.
+
+        That is `old_logprobs`, and advantages that a KL changed. Their weights are those of the
+        minibatches. Empty if later passes have the same minibatch.
+        """
+        fixed: list[TrainingSequence] = []
+        if self.num_epochs == 1 or len(sharded) == 1:
+            return fixed
+        filled = [pair for pair in zip(minibatches, parts, strict=True) if pair[1][0]]
+        for (some, (batches, _)), on_mesh in zip(filled, sharded, strict=True):
+            columns = {"advantage": [batch.advantages for batch in on_mesh]}
+            if on_mesh[0].old_logprobs is not None:
+                columns["old_logprobs"] = [batch.old_logprobs for batch in on_mesh]
+            found = {
+                name: by_sequence(batches, to_host(values), len(some))
+                for name, values in columns.items()
+            }
+            fixed += [
+                dataclasses.replace(sequence, **{name: found[name][index] for name in found})
+                for index, sequence in enumerate(some)
+                if found["advantage"][index] is not None
+            ]
+        return fixed
+
+    def _drawn_anew(
+        self, fixed: Sequence[TrainingSequence], state: TrainState, epoch: int
+    ) -> tuple[list[list[Batch]], list[Any]]:
+        """Return (sharded minibatches of another random split, their trained policies)."""
+        minibatches, present = [], []
+        for some in self._minibatches(fixed, state, epoch):
+            batches, _ = make_batches(some, self.batch, skip_zero_advantage=False)
+            sharded = put_on_mesh(batches, batch_sharding(self.mesh))
+            if some[0].old_logprobs:
+                old = by_target(batches, [sequence.old_logprobs for sequence in some])
+                sharded = [
+                    dataclasses.replace(batch, old_logprobs=values)
+                    for batch, values in zip(
+                        sharded, put_on_mesh(old, batch_sharding(self.mesh)), strict=True
+                    )
+                ]
+            minibatches.append(sharded)
+            present.append(self._find_trained_policies(batches))
+        return minibatches, present
 
     def _logprobs(self, sharded: Sequence[Batch], weights: Params) -> Any:
         """Return the log-probabilities of each batch's targets, on the host."""
@@ -219,27 +271,32 @@ class Updater:
         ]
 
     def _minibatches(
-        self, sequences: Sequence[TrainingSequence], state: TrainState
+        self, sequences: Sequence[TrainingSequence], state: TrainState, epoch: int = 0
     ) -> list[list[TrainingSequence]]:
         """Return the sequences of each update of a pass.
 
-        The order depends on the seed and the number of updates so far. Sequences that no row takes
-        go to the first part, so that they are counted.
+        The order depends on the seed, the number of updates so far and the pass. Sequences that no
+        row takes go to the first part, so that they are counted. The first pass makes the weights
+        those of minibatches.
         """
         if self.num_minibatches == 1:
             return [list(sequences)]
         taken, left_out = [], []
         for sequence in sequences:
-            is_left_out = why_dropped(sequence, self.batch, self.skip_zero_advantage) is not None
+            skips = self.skip_zero_advantage and not epoch
+            is_left_out = why_dropped(sequence, self.batch, skips) is not None
             (left_out if is_left_out else taken).append(sequence)
-        seed = f"{self.seed} {int(to_host(state.step))}"
+        seed = f"{self.seed} {int(to_host(state.step))}" + f" {epoch}" * (epoch > 0)
         by_policy = [taken]
         if self.policies is not None and self.policies.separate:
             by_policy = [
                 [sequence for sequence in taken if sequence.adapter == index]
                 for index in range(self.policies.number)
             ]
-        parts = [split_minibatches(part, self.num_minibatches, seed) for part in by_policy]
+        parts = [
+            split_minibatches(part, self.num_minibatches, seed, grows=not epoch)
+            for part in by_policy
+        ]
         first, *others = [
             list(itertools.chain(*some)) for some in itertools.zip_longest(*parts, fillvalue=())
         ]

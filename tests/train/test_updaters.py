@@ -59,12 +59,38 @@ def test_epochs_and_minibatches_keep_the_old_policy_of_the_first_update():
 
     # The same updates by hand.
     wanted = fresh_state(made)
-    parts = [make_batches(part, SHAPE)[0] for part in split_minibatches(STEP, 2, "0 0")]
-    known = [with_old_logprobs(made.functions, MODEL.params, part) for part in parts]
-    for part in (*known, *known):
+    first = split_minibatches(STEP, 2, "0 0")
+    second = split_minibatches([item for part in first for item in part], 2, "0 2 1", grows=False)
+    chosen = [{item.prompt_token_ids for item in part} for part in (*first, *second)]
+    assert chosen[2] not in chosen[:2]  # the second pass has other minibatches
+    parts = [make_batches(part, SHAPE)[0] for part in (*first, *second)]
+    for part in [with_old_logprobs(made.functions, MODEL.params, part) for part in parts]:
         wanted, _ = update(made.functions, wanted, part)
     for got, want in zip(*map(jax.tree.leaves, (state.params, wanted.params)), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_a_later_pass_keeps_what_a_kl_charged():
+    """The advantages of all passes are those of the policy before the first update."""
+    knobs = {"kl_coef": 0.5, "kl_estimator": "k1", "kl_in": "reward"}
+    made = learner(**knobs, num_epochs=2, num_minibatches=2)
+    rollouts = [
+        trajectory(transition([1, k], [3]), transition([1, k, 3, 4], [5, 6]), rollout=f"r{k}")
+        for k in range(2, 6)
+    ]
+    sequences = make_sequences(rollouts, [(1.0, -1.0)] * len(rollouts))
+    parts = [(part, make_batches(part, SHAPE)[0]) for part in (sequences[:4], sequences[4:])]
+    changed = [
+        [dataclasses.replace(b, advantages=b.advantages - 0.25 * b.target_mask) for b in batches]
+        for _, batches in parts
+    ]
+    fixed = made._fixed([p for p, _ in parts], [(batches, {}) for _, batches in parts], changed)
+    assert [item.advantage for item in fixed] == [(0.75,), (-1.25, -1.25)] * 4
+    minibatches, _ = made._drawn_anew(fixed, fresh_state(made), 1)
+    values = np.concatenate(
+        [np.asarray(b.advantages)[np.asarray(b.target_mask)] for part in minibatches for b in part]
+    )
+    assert sorted(values) == [-1.25] * 8 + [0.75] * 4
 
 
 def test_one_update_needs_no_old_policy():

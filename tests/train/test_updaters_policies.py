@@ -134,12 +134,14 @@ def test_a_joint_step_is_one_step_over_both(independent: Updater) -> None:
         np.testing.assert_allclose(one[path], leaf, atol=1e-6)
     assert max(np.abs(one[path] - separate[path]).max() for path in one) > 1e-4
     norms = [row[f"train/grad_norm/policy={name}"] for name in "ab"]
-    assert row["train/grad_norm"] <= sum(norms)
+    assert row["train/grad_norm"] <= sum(norms) * (1 + 1e-6)
     bad = [
         dataclasses.replace(call, advantage=float("nan")) if call.adapter else call
-        for call in some(10, "abab")  # so that each minibatch has both policies
+        for call in some(10, "abab")
     ]
-    stopped, _ = trained(learner, MODEL, [bad])
+    one_minibatch = dataclasses.replace(settings.algorithm, num_minibatches=1)
+    settings = dataclasses.replace(settings, algorithm=one_minibatch)
+    stopped, _ = trained(phase_updater(MODEL.config, settings, supervised=False), MODEL, [bad])
     for path, leaf in stopped.items():
         np.testing.assert_array_equal(leaf, flatten(MODEL.params)[path])
     frozen = phase_updater(
