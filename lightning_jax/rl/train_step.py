@@ -34,7 +34,7 @@ class TrainFunctions:
     or None) -> (grads, metrics)` adds the first `count` microbatches of a bundle, one after
     another, to the donated accumulators. `grads` is the pair of gradients of the params and of the
     value head. `apply_fn(state without base, grads, mask of policies) -> (state, metrics)`
-    applies the update and donates the state.
+    applies the update and donates the state. `norm_fn(grads)` is the norm of those of the params.
 
     `logprobs_fn(bundle, count, policy)` measures the targets, a list of [B, R] in nats.
     `values_fn(bundle, count, policy, value_head)` measures the states in which they were chosen.
@@ -46,6 +46,7 @@ class TrainFunctions:
     apply_fn: Callable[..., tuple[TrainState, Metrics]]
     logprobs_fn: Callable[..., list[Float[Array, "B R"]]]
     values_fn: Callable[..., list[Float[Array, "B R"]]]
+    norm_fn: Callable[[Any], Float[Array, ""]]
     objective: Objective
     critic: Critic | None = None
 
@@ -81,6 +82,7 @@ def make_train_functions(  # noqa: PLR0913  (the arguments are independent)
         apply_fn=jax.jit(apply, donate_argnums=0),
         logprobs_fn=jax.jit(map_bundle(forward.logprobs)),
         values_fn=jax.jit(map_bundle(forward.values)),
+        norm_fn=jax.jit(lambda grads: optax.tree.norm(grads[0])),
         objective=objective,
         critic=critic,
     )
@@ -100,6 +102,7 @@ def taking_turns(
         apply_fn=_InTurn(functions.apply_fn, dispatching),
         logprobs_fn=_InTurn(functions.logprobs_fn, dispatching),
         values_fn=_InTurn(functions.values_fn, dispatching),
+        norm_fn=_InTurn(functions.norm_fn, dispatching),
     )
 
 
@@ -125,12 +128,14 @@ def update(
     batches: Sequence[Batch],
     ref_params: Params | None = None,
     present: Bool[np.ndarray, " N"] | None = None,
+    num_first: int = 0,
 ) -> tuple[TrainState, dict[str, float]]:
     """Run one optimizer update over all microbatches and fetch its metrics in one transfer.
 
     `state` is donated except its base, which also completes `ref_params`. A gradient that is not
     finite changes only the step count and is reported as train/skipped_updates = 1. With several
-    policies, those not `present` are unchanged. Raises ValueError without a microbatch.
+    policies, those not `present` are unchanged. With `num_first`, the norm of the gradient of that
+    many microbatches is reported as first_grad_norm. Raises ValueError without a microbatch.
     """
     if not batches:
         raise InvalidValue(
@@ -142,13 +147,17 @@ def update(
     grads, metrics = zero_accumulators(
         functions, state.params, with_reference=ref_params is not None, head=head
     )
-    for bundle, count in bundles(batches):
-        grads, metrics = functions.grads_fn(
-            state.params, grads, metrics, bundle, count, ref_params, head, state.base
-        )
+    first: Metrics = {}
+    for part in (batches[:num_first], batches[num_first:]):
+        for bundle, count in bundles(part):
+            grads, metrics = functions.grads_fn(
+                state.params, grads, metrics, bundle, count, ref_params, head, state.base
+            )
+        if num_first and not first:
+            first = {"first_grad_norm": functions.norm_fn(grads)}
     chosen = () if present is None else (present,)
     new, applied = functions.apply_fn(dataclasses.replace(state, base=None), grads, *chosen)
-    sums, applied = jax.device_get((metrics, applied))
+    sums, applied = jax.device_get((metrics, applied | first))
     means = policy.mean_metrics({name: float(value) for name, value in sums.items()})
     state = dataclasses.replace(new, base=state.base)
     return state, means | {name: float(value) for name, value in applied.items()}

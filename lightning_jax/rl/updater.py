@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from lightning_jax.rl.multi_policy.adapters import (
     find_trained_policies,
     vmap_optimizer,
 )
+from lightning_jax.rl.noise_scale import Halves, estimate_signal, split_halves
 from lightning_jax.rl.optimizer import make_optimizer
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.token_weights import split_minibatches
@@ -67,6 +69,7 @@ class Updater:
     policies: AdapterPolicies | None = None  # policies to train; None: a single policy
     dpo_beta: float | None = None  # None: the loss is not DPO
     reward_kl: AlgorithmConfig | None = None  # settings if the KL is in the reward
+    measures_noise: bool = False  # of gradients, from two halves of a step's groups
     seed: int = 0  # for the order of minibatches
 
     def init(self, params: Params, *, trains: bool = True) -> TrainState:
@@ -151,7 +154,8 @@ class Updater:
             known = self._logprobs(minibatches[0], overlay(state.base, reference))
             reference = None
         fixed = self._fixed(minibatch_sequences, parts, minibatches)
-        updates = []
+        halves = self._halves(minibatch_sequences, parts)
+        updates: list[Metrics] = []
         for epoch in range(self.num_epochs):
             if epoch and fixed:
                 minibatches, present = self._drawn_anew(fixed, state, epoch)
@@ -162,13 +166,37 @@ class Updater:
                     batches, measured = self._prefer(
                         minibatch_sequences[0], parts[0][0], batches, current, known
                     )
-                state, learned = train_step.update(self.functions, state, batches, reference, some)
+                half = None if updates else halves
+                state, learned = train_step.update(
+                    self.functions,
+                    state,
+                    [batches[index] for index in half.order] if half else batches,
+                    reference,
+                    some,
+                    num_first=half.num_first if half else 0,
+                )
                 updates.append(learned | measured)
+        metrics |= _signal(updates[0], halves, sequences, len(minibatches))
         seconds = (time.monotonic() - started) / self.num_epochs
         return state, metrics | merge_updates(updates) | {
             "train/tokens_per_s": metrics["train/tokens_naive"] / seconds,
             "train/forest_tokens_per_s": metrics["train/tokens_forest"] / seconds,
         }
+
+    def _halves(
+        self,
+        minibatches: Sequence[Sequence[TrainingSequence]],
+        parts: Sequence[tuple[Sequence[Batch], Metrics]],
+    ) -> Halves | None:
+        """Return halves of the step's first minibatch, whose gradients tell signal from noise.
+
+        None if it has one microbatch, or if its gradient is not that of one policy's rewards.
+        """
+        if not self.measures_noise or self.policies is not None:
+            return None
+        filled = [pair for pair in zip(minibatches, parts, strict=True) if pair[1][0]]
+        some, (batches, _) = filled[0]
+        return split_halves(batches, some)
 
     def _fixed(
         self,
@@ -360,6 +388,7 @@ def make_updater(  # noqa: PLR0913  (the arguments are independent)
         reward_kl=algorithm if algorithm.kl_coef > 0 and algorithm.kl_in == "reward" else None,
         seed=seed,
         dpo_beta=algorithm.dpo_beta if algorithm.loss == "dpo" else None,
+        measures_noise=algorithm.loss != "dpo",
     )
 
 
@@ -381,6 +410,27 @@ def merge_updates(updates: Sequence[Metrics]) -> Metrics:
             count = 1 if is_count else len(values)
             row[name] = sum(values) / count
     return row
+
+
+def _signal(
+    first: Metrics, halves: Halves | None, sequences: Sequence[TrainingSequence], num_parts: int
+) -> Metrics:
+    """Return estimates of a step's signal and noise from the metrics of its first update.
+
+    Removes its norm over half of the groups.
+    """
+    norm_of_half = first.pop("first_grad_norm", None)
+    if halves is None or norm_of_half is None:
+        return {}
+    norm, num_groups = first["train/grad_norm"], len({item.group for item in sequences})
+    signal, noise = estimate_signal(norm_of_half, norm, halves, num_groups / num_parts)
+    if not math.isfinite(signal):
+        return {}
+    return {
+        "train/grad_signal": signal,
+        "train/grad_noise": noise,
+        "train/grad_square": norm**2,
+    }
 
 
 def _merge_packing(parts: Sequence[Metrics]) -> Metrics:

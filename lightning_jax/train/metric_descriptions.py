@@ -130,6 +130,12 @@ _TEXTS = {
     "train/correction_masked_share": "share: tokens that the correction left out",
     "train/correction_changed_share": "share: tokens that a custom correction changed",
     "train/grad_norm": "norm: gradient of the policy before clipping",
+    "train/grad_signal": "norm²: estimate of the squared true gradient, in this step",
+    "train/grad_noise": "norm²: estimate of the noise of one group's gradient, in this step",
+    "train/grad_square": "norm²: squared gradient of the update that both are estimated from",
+    "train/noise_scale": "groups: number of which half of the squared gradient would be signal, "
+    "over the last 20 steps. Far above rollout.tasks_per_step, sample more tasks",
+    "train/signal_share": "share: part of the squared gradient that is signal, over these steps",
     "train/num_updates": "updates: optimizer updates of the step",
     "train/skipped_updates": "updates: number whose gradient was not finite",
     "train/num_batches": "microbatches: number of the step",

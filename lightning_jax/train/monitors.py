@@ -138,6 +138,7 @@ def findings(row: Mapping[str, float | int]) -> list[Finding]:
         "without_teacher": row.get("train/without_teacher", 0.0)
         / max(row.get("rollout/num_calls", 0.0), 1.0),
         "cut_short": row.get("rollout/cut_short_share", 0.0),
+        "noise": 1.0 - row.get("train/signal_share", 1.0),
         "deadline_in_queue": row.get(f"rollout/agent_failure_{DEADLINE_IN_QUEUE}", 0.0)
         / max(row.get("rollout/num_rollouts", 0.0), 1.0),
     }
@@ -175,6 +176,12 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
         0.5,
         "{share:.0%} of the replies were cut at the token limit; raise rollout.max_tokens and the "
         "agent's own max_tokens, or ask for shorter answers",
+    ),
+    "noise": (
+        0.8,
+        "{share:.0%} of the squared gradient was noise of the few tasks in a step "
+        "(train/noise_scale); raise rollout.tasks_per_step, and lower rollout.group_size to pay "
+        "for it",
     ),
     "deadline_in_queue": (
         0.01,

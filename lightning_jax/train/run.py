@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rl.distill import mix
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
+from lightning_jax.rl.noise_scale import noise_metrics
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.system.files import write_whole
@@ -140,6 +141,7 @@ class Run:
         if is_warmup:
             metrics = {name.replace("train/", "warmup/"): v for name, v in metrics.items()}
         else:
+            metrics |= noise_metrics([*self.metrics.rows, metrics])
             warn_of_mismatch(metrics, step, self.config.model.dtype)
             self.learning.observe(metrics, step)
         log.info("step %d: %s", step, summary(metrics))

@@ -127,7 +127,7 @@ def test_lock_step_is_the_plain_loop_to_the_bit(tmp_path: Path) -> None:
                 trajectories, _ = await read_trajectories(run.store, rollouts, policy_version=step)
                 sequences, _ = prepare_policies(trajectories, config.algorithm, policy_version=step)
                 rows.append(run.leader.call(Replica.update, sequences))
-                run._publish()
+                run._publish(Replica.advance)
         return rows
 
     whole, plain = _config(tmp_path / "whole"), _config(tmp_path / "plain")

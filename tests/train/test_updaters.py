@@ -14,10 +14,11 @@ from lightning_jax.models.config import MeshConfig
 from lightning_jax.rl.batching import make_batches, make_sequences
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.microbatches import BUNDLE_ON, measure
+from lightning_jax.rl.noise_scale import estimate_signal, split_halves
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rl.token_weights import split_minibatches
 from lightning_jax.rl.train_state import TrainState
-from lightning_jax.rl.train_step import update, with_old_logprobs
+from lightning_jax.rl.train_step import update, with_old_logprobs, zero_accumulators
 from lightning_jax.rl.updater import Updater, merge_updates
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
@@ -139,6 +140,39 @@ def test_later_calls_cost_earlier_ones_their_kl():
     by_hand, _ = made.update(fresh_state(made), alone, reference)
     for got, want in zip(*map(jax.tree.leaves, (charged.params, by_hand.params)), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+GROUPS = [
+    dataclasses.replace(sequence([1, 10 + k], [9, k, 7], advantage=(-1.0) ** k), group=k // 2)
+    for k in range(12)
+]
+
+
+def test_an_update_measures_the_first_half_alone() -> None:
+    made = learner()
+    state = fresh_state(made)
+    batches, _ = make_batches(GROUPS, SHAPE)
+    halves = split_halves(batches, GROUPS)
+    assert halves is not None
+    grads, sums = zero_accumulators(made.functions, state.params)
+    count = np.asarray(1, np.int32)
+    for index in halves.order[: halves.num_first]:
+        grads, sums = made.functions.grads_fn(
+            state.params, grads, sums, (batches[index],), count, None, None, None
+        )
+    first = float(made.functions.norm_fn(grads))
+    _, metrics = made.update(state, GROUPS, None)
+    expected = estimate_signal(first, metrics["train/grad_norm"], halves, 6.0)
+    assert (metrics["train/grad_signal"], metrics["train/grad_noise"]) == pytest.approx(
+        expected, rel=1e-4
+    )
+    assert "first_grad_norm" not in metrics
+
+
+def test_several_updates_have_one_estimate() -> None:
+    made = learner(num_minibatches=2, num_epochs=2)
+    _, metrics = made.update(fresh_state(made), GROUPS, None)
+    assert metrics["train/num_updates"] == 4 and "train/grad_noise" in metrics
 
 
 def test_merged_metrics_by_hand():
