@@ -380,6 +380,12 @@ class Store:
             row = db.execute(query, (step,)).fetchone()
         return json.loads(row[0]) if row else []
 
+    def all_step_groups(self) -> dict[int, list[str]]:
+        """Return the ids of the groups of each recorded step, by step."""
+        with self._transaction() as db:
+            rows = db.execute("SELECT step, group_ids FROM step_groups ORDER BY step").fetchall()
+        return {step: json.loads(group_ids) for step, group_ids in rows}
+
     def step_of_group(self, group_id: str) -> int | None:
         """Return the step that trained on the group, or None if none is recorded."""
         with self._transaction() as db:
