@@ -204,6 +204,9 @@ class JudgeConfig(Section):
     instructions: str = ""  # what makes an attempt good, in addition to the rubric
     reasons: bool = True  # ask for a sentence before each score
     repeats: Count = 1  # verdicts on the same attempts, whose mean counts
+    # Verdicts on attempts with equal texts, at least `repeats`. Each such attempt asks for its own
+    # until there are so many, and gets the mean of all.
+    max_verdicts: Count = 8
     temperature: NonNegative = 0.0  # of the judge's samples
     max_tokens: Count = 1024  # of one verdict
     max_chars: Count = 8000  # of one attempt's text; the middle of a longer one is left out
