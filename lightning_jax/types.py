@@ -23,6 +23,8 @@ RolloutStatus = Literal[
     "queued", "running", "scored", "agent_failure", "infrastructure_failure", "stopped"
 ]
 FINISHED = ("scored", "agent_failure")  # statuses that measure the policy and are not retried
+# By convention, the reward of a task that is fully right, less a margin for rounding.
+FULL_REWARD = 1.0 - 1e-6
 Message = dict[str, Any]  # an OpenAI chat message
 Advantage = float | tuple[float, ...]  # of a whole call, or of each trained token
 Task = dict[str, Any]  # one line of a task file; always has "id"

@@ -10,7 +10,7 @@ import pytest
 from lightning_jax.gateway.error_codes import CODES
 from lightning_jax.loading import load_function
 from lightning_jax.rollouts.reasons import REASONS
-from lightning_jax.train.metric_descriptions import METRICS, describe
+from lightning_jax.train.metric_descriptions import AREAS, METRICS, describe
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_jax"
@@ -92,3 +92,7 @@ def _calls(room: str, names: set[str]) -> Iterator[ast.Call]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
                 yield node
+
+
+def test_the_page_has_all_areas_of_metrics():
+    assert {name.partition("/")[0] for name in METRICS} == {*AREAS}

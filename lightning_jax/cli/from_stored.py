@@ -22,6 +22,24 @@ def settings_of_new_run(source: Path, suffix: str, settings: Sequence[str]) -> C
     return config
 
 
+def settings_of_offline_run(source: Path, suffix: str, settings: Sequence[str]) -> Config:
+    """Return the same for a run whose policy steps use stored samples.
+
+    These come from weights that differ more and more from those in training. PPO's clip against the
+    policy that sampled would ignore most tokens, so by default the ratio is to the trainer's own
+    `old` policy, and a truncated importance weight corrects for the rest. A correction of the run
+    stays. DPO has no ratio.
+    """
+    config = settings_of_new_run(source, suffix, settings)
+    if config.algorithm.loss == "dpo":
+        return config
+    changes = ["algorithm.proximal=old"]
+    config = settings_of_new_run(source, suffix, [*changes, *settings])
+    if config.algorithm.correction == "none" and config.algorithm.proximal == "old":
+        changes.append("algorithm.correction=truncate")
+    return settings_of_new_run(source, suffix, [*changes, *settings])
+
+
 def print_policy(console: Console, run_dir: str) -> None:
     """Say where the new run's policy is, and how to evaluate it."""
     console.print(f"policy: {run_dir}/policy", markup=False)

@@ -26,17 +26,19 @@ from lightning_jax.train.data import evenly_spaced, load_tasks
 from lightning_jax.train.directory import SETTINGS, STORE
 from lightning_jax.train.inference import PolicySource, serve_policies
 from lightning_jax.train.startup import with_dtypes
-from lightning_jax.types import Rollout, Task
+from lightning_jax.types import FINISHED, Rollout, Task
 
-READ = ["run_dir", "seed", "model", "data", "serve", "rollout", "mesh"]  # of the run's settings
-Pair = tuple[Rollout, Rollout]  # as stored, and with the other components
+# Sections of the run's settings. `rollout.ahead` is checked against `algorithm`.
+READ = ["run_dir", "seed", "model", "data", "serve", "rollout", "algorithm", "mesh"]
+# As stored, and with the other components. Rollouts that their agent failed stay as they are.
+Pair = tuple[Rollout, Rollout]
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Change of the rewards of stored rollouts."""
 
-    num_groups: int
+    num_groups: int  # with a rollout that its agent did not fail
     num_failed: int  # rollouts that a component failed
     correlations: tuple[float, ...]  # of groups in which both rewards differ
     flip_share: float | None  # rollouts whose advantage changes its sign
@@ -70,7 +72,7 @@ def train_rescored(
     from lightning_jax.train.offline import learn_from_rewards
 
     config = replace(config, rewards=scored[0].rewards)
-    rollouts = [after for group in scored[1] for _, after in group if after.status == "scored"]
+    rollouts = [after for group in scored[1] for _, after in group if after.reward is not None]
     rows = learn_from_rewards(
         run_dir,
         config,
@@ -97,7 +99,8 @@ def rescored_groups(
 ) -> tuple[Config, list[list[Pair]]]:
     """Return (the run's settings with the `rewards` of a YAML file, its rollouts scored by them).
 
-    Raises UserError if nothing can be scored.
+    Groups have the rollouts that their agent failed, too. Raises UserError if nothing can be
+    scored.
     """
     saved = load_config(Config, [str(run_dir / SETTINGS)], only=READ)
     rewards = load_config(Config, [str(file)], only=["rewards"]).rewards
@@ -111,14 +114,14 @@ def rescored_groups(
     with closing(Store(run_dir / STORE)) as store:
         groups = _groups(store, phase)
         groups = evenly_spaced(groups, limit or len(groups))
-        if not groups:
+        if not any(_was_scored(rollout) for group in groups for rollout in group):
             raise ConfigError(
                 f"{run_dir} has no scored rollouts of phase {phase}; choose another --phase.",
                 reason="empty",
                 key="--phase",
             )
         rescored = asyncio.run(_rescored(config, store, groups))
-    pairs = [pair for group in rescored for pair in group]
+    pairs = _scored_pairs(rescored)
     if not any(after.status == "scored" for _, after in pairs):
         first = pairs[0][1]
         raise UserError(
@@ -132,26 +135,36 @@ def rescored_groups(
 
 def compare(groups: Sequence[Sequence[Pair]]) -> Comparison:
     """Return how the rewards of the rollouts of each group change."""
-    correlations, flips, num_failed = [], [], 0
-    for group in groups:
-        kept = [(a.reward, b.reward) for a, b in group if b.status == "scored"]
-        num_failed += len(group) - len(kept)
+    correlations, flips, num_failed, num_groups = [], [], 0, 0
+    for scored in (_scored_pairs([group]) for group in groups):
+        num_groups += bool(scored)
+        kept = [(a.reward, b.reward) for a, b in scored if b.status == "scored"]
+        num_failed += len(scored) - len(kept)
         before = [a or 0.0 for a, _ in kept]
         after = [b or 0.0 for _, b in kept]
         if (found := rank_correlation(before, after)) is not None:
             correlations.append(found)
         flips += flipped(before, after) if kept else []
     share = fmean(flips) if flips else None
-    return Comparison(len(groups), num_failed, tuple(correlations), share)
+    return Comparison(num_groups, num_failed, tuple(correlations), share)
 
 
 def _groups(store: Store, phase: str) -> list[list[Rollout]]:
-    """Return the scored rollouts of each group, in order."""
+    """Return the finished rollouts of each group, in order."""
     groups: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in store.rollouts(phase=phase):
-        if rollout.status == "scored" and not rollout.superseded:
+        if rollout.status in FINISHED and not rollout.superseded:
             groups[rollout.group_id].append(rollout)
     return list(groups.values())
+
+
+def _was_scored(rollout: Rollout) -> bool:
+    return rollout.status == "scored"
+
+
+def _scored_pairs(groups: Sequence[Sequence[Pair]]) -> list[Pair]:
+    """Return the pairs of rollouts that components see."""
+    return [pair for group in groups for pair in group if _was_scored(pair[0])]
 
 
 async def _rescored(
@@ -161,10 +174,12 @@ async def _rescored(
     async with _open_scorer(config, store) as scorer:
         names = scorer.components(groups[0][0].phase)
         scoring = [
-            scorer.rescore(task, group, names) for task, group in zip(tasks, groups, strict=True)
+            scorer.rescore(task, list(filter(_was_scored, group)), names)
+            for task, group in zip(tasks, groups, strict=True)
         ]
         found = [changed for changed, _ in await asyncio.gather(*scoring)]
-    return [list(zip(*both, strict=True)) for both in zip(groups, found, strict=True)]
+    by_id = {rollout.rollout_id: rollout for changed in found for rollout in changed}
+    return [[(r, by_id.get(r.rollout_id, r)) for r in group] for group in groups]
 
 
 @asynccontextmanager
@@ -197,7 +212,7 @@ def _tasks(config: Config, store: Store, groups: Sequence[Sequence[Rollout]]) ->
 
 
 def _grid(config: Config, groups: Sequence[Sequence[Pair]]) -> Grid:
-    pairs = [pair for group in groups for pair in group]
+    pairs = _scored_pairs(groups)
     means = component_metrics([after for _, after in pairs], "")
     rows = []
     for name in dict.fromkeys((*config.rewards, AGENT)):

@@ -101,7 +101,7 @@ def run_rescore(arguments: argparse.Namespace) -> int:
     RUN-rescored. The run itself stays as it is, except that verdicts of judges are kept in its
     store.
     """
-    from lightning_jax.cli.from_stored import settings_of_new_run
+    from lightning_jax.cli.from_stored import settings_of_offline_run
     from lightning_jax.settings import ConfigError
     from lightning_jax.train.directory import SETTINGS, STORE, require_run
 
@@ -116,7 +116,7 @@ def run_rescore(arguments: argparse.Namespace) -> int:
 
     config = None
     if arguments.train:
-        config = settings_of_new_run(run_dir, "-rescored", arguments.settings)
+        config = settings_of_offline_run(run_dir, "-rescored", arguments.settings)
 
     from lightning_jax.cli.rescore import rescore, train_rescored  # imports JAX, after the checks
 

@@ -16,7 +16,7 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
     where = "attempts to learn from, such as 'reward > 0.9 and calls <= 3' (default: %(default)r)"
     parser.add_argument("--where", metavar="CONDITION", default=DEFAULT_WHERE, help=where)
-    best = "only the best of them in each group"
+    best = "only the best of them in each group, if it beats the group's mean or earned 1"
     parser.add_argument("--best", action="store_true", help=best)
     rewards = "score the attempts by the section `rewards` of this YAML file first"
     parser.add_argument("--rewards", metavar="FILE", type=Path, help=rewards)
@@ -50,7 +50,7 @@ def run_sft(arguments: argparse.Namespace) -> int:
 
     from lightning_jax.train.sft import Choice, learn_from_attempts  # imports JAX, after the checks
 
-    rescored = {}
+    rescored = None
     if arguments.rewards is not None:
         from lightning_jax.cli.rescore import rescored_groups
 

@@ -50,7 +50,8 @@ def run_worker(arguments: argparse.Namespace) -> int:
             reason="invalid",
             key="--server",
         )
-    sections = ["agent", "rollout"]  # others may name files and variables of the run's machine
+    # Others may name files and variables of the run's machine.
+    sections = ["agent", "rollout", "algorithm"]
     config = load_config(Config, settings_layers(arguments), only=sections)
     check_agent(config)
     agent = make_agent(config.agent)

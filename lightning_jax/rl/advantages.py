@@ -10,8 +10,8 @@ from jaxtyping import Float
 
 from lightning_jax.rl.choices import check_shape, choose
 from lightning_jax.rl.config import GROUP_BASELINES, AlgorithmConfig
-from lightning_jax.rl.credit import Credit, credit_at
-from lightning_jax.types import Advantage
+from lightning_jax.rl.credit import Credit, assign_credit, credit_at
+from lightning_jax.types import FULL_REWARD, Advantage, Trajectory
 
 Returns = Float[np.ndarray, " N"]
 # From the returns of a step's rollouts and the ids of their groups to the baseline of each.
@@ -102,6 +102,15 @@ def difference(credit: float, baseline: float) -> float:
     return 0.0 if abs(gap) <= EQUAL_RETURNS * max(1.0, abs(credit)) else gap
 
 
+def stands_out(value: float, group: Returns) -> bool:
+    """Return whether a return is above the mean of its group, or that of a task fully right.
+
+    Otherwise the best attempt of a group in which nobody solved the task may be one that earned
+    only a reward for its form, which all earned.
+    """
+    return bool(difference(value, float(group.mean())) > 0 or value >= FULL_REWARD)
+
+
 def are_equal(returns: Returns) -> bool:
     """Return whether all returns are equal up to rounding error."""
     value_range = returns.max() - returns.min()
@@ -112,6 +121,14 @@ def equal_groups(credit: Credit) -> set[str]:
     """Return the ids of the groups whose returns are all equal."""
     groups = group_members([trajectory.group_id for trajectory in credit.trajectories])
     return {group for group, members in groups.items() if are_equal(credit.returns[members])}
+
+
+def without_equal_groups(
+    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
+) -> list[Trajectory]:
+    """Return the trajectories of groups whose returns differ (dynamic sampling, DAPO)."""
+    equal = equal_groups(assign_credit(trajectories, algorithm))
+    return [trajectory for trajectory in trajectories if trajectory.group_id not in equal]
 
 
 def group_metrics(credit: Credit) -> dict[str, float]:
@@ -171,14 +188,14 @@ def best_of_group(credit: Credit, min_return: float) -> list[tuple[Advantage, ..
 
     So the policy learns the best attempt as if it were a demonstration (RAFT, arXiv 2304.06767;
     expert iteration, arXiv 1705.08439). Of equal ones the first counts. A group has no best rollout
-    if none has calls and a return above `min_return`. If all its returns are equal and above, it
-    still teaches.
+    if none has calls, a return above `min_return` and one that `stands_out`.
     """
     best: set[int] = set()
     for members in group_members([t.group_id for t in credit.trajectories]).values():
         able = [i for i in members if credit.calls[i] and credit.returns[i] > min_return]
-        if able:
-            best.add(max(able, key=credit.returns.__getitem__))
+        first = max(able, key=credit.returns.__getitem__, default=None)
+        if first is not None and stands_out(credit.returns[first], credit.returns[members]):
+            best.add(first)
     return [(float(i in best),) * len(calls) for i, calls in enumerate(credit.calls)]
 
 

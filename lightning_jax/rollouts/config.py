@@ -204,6 +204,9 @@ class JudgeConfig(Section):
     instructions: str = ""  # what makes an attempt good, in addition to the rubric
     reasons: bool = True  # ask for a sentence before each score
     repeats: Count = 1  # verdicts on the same attempts, whose mean counts
+    # Verdicts on attempts with equal texts, at least `repeats`. Each such attempt asks for its own
+    # until there are so many, and gets the mean of all.
+    max_verdicts: Count = 8
     temperature: NonNegative = 0.0  # of the judge's samples
     max_tokens: Count = 1024  # of one verdict
     max_chars: Count = 8000  # of one attempt's text; the middle of a longer one is left out
@@ -231,14 +234,18 @@ class JudgeConfig(Section):
 class PromptSearchConfig(Section):
     """Search for better `prompts` between steps with GEPA (arXiv 2507.19457).
 
-    A model reads rollouts and proposes a prompt. It replaces the present one if it earns more.
+    A model reads rollouts and proposes prompts. The best replaces the present one if it also earns
+    more on fresh tasks.
     """
 
     # Policy steps between two searches, of which the first comes before the first step. 0: none.
     every: Natural = 0
-    max_rollouts: Count = 60  # of one search
+    max_rollouts: Count = 60  # of the proposals of one search
     num_train: Count = 8  # training tasks of a search whose rollouts are read
-    num_dev: Count = 12  # other training tasks, which choose the prompt
+    num_dev: Count = 12  # other training tasks, which choose the best proposal
+    # Further training tasks, which compare it with the present prompt: two rollouts each. All that
+    # are left if there are fewer.
+    num_fresh: Annotated[int, Ge(3)] = 128
     minibatch: Count = 3  # rollouts that the model reads before a proposal
     # Who proposes. initial: weights from the start of the run; the name of a policy of the run; or
     # the URL of an OpenAI-compatible server, such as http://localhost:8000/v1.

@@ -1,7 +1,11 @@
-"""Judge over HTTP: cached, bounded in time and size, and tried again if it fails."""
+"""Judge over HTTP: bounded in time and size, and tried again if it fails.
+
+Verdicts are noisy, so equal texts do not share the first one. Each attempt asks for its own, which
+the store keeps, and gets the mean of all that are known for its text.
+"""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 
@@ -14,6 +18,7 @@ from lightning_jax.rollouts.verdicts import (
     MAX_REASON_CHARS,
     MAX_SCORE,
     NOTHING_TO_COMPARE,
+    Comparison,
     JudgeRequest,
     Score,
     assessment,
@@ -54,8 +59,11 @@ class Counts(ChatCounts):
         return found
 
 
+Verdict = tuple[float, str]  # value, and reason or ""
+
+
 class Judge:
-    """Judge of one component. Its answers are kept in the store."""
+    """Judge of one component. Its answers are kept in the store, by the rollout that asked."""
 
     def __init__(
         self,
@@ -81,52 +89,103 @@ class Judge:
         return taken
 
     async def compare(self, task: str, attempts: Sequence[Attempt]) -> list[Judgement]:
-        """Return the mean of `repeats` verdicts on the attempts of a group, from 0 to 1.
+        """Return values from 0 to 1 of the attempts of a group.
 
-        Raises ChatFailed.
+        A value is the mean over all verdicts on the same texts. Each has another order. Raises
+        ChatFailed.
         """
-        texts = [attempt.transcript for attempt in attempts]
-        seeds = [derive_seed(self._seed, digest(texts), n) for n in range(self._config.repeats)]
-        asked = [comparison(task, attempts, self._config, seed) for seed in seeds]
-        if None in asked:
+        config = self._config
+        same = comparison(task, attempts, config, 0)  # in an order that all such groups share
+        if same is None:
             return [Judgement(NOTHING_TO_COMPARE) for _ in attempts]
-        found = await asyncio.gather(
-            *(self._ask(c.request, n) for n, c in enumerate(asked) if c is not None)
+
+        def ordered(asker: str) -> Comparison:
+            found = comparison(task, attempts, config, derive_seed(self._seed, asker))
+            assert found is not None, "the texts differ"
+            return found
+
+        askers = self._askers(attempts[:1])  # the first attempt stands for its group
+        most = max(config.repeats, config.max_verdicts)
+        found = await self._verdicts(
+            same.request, askers, most, lambda asker: ordered(asker).request
         )
-        verdicts = [
-            [(scores[key].score / MAX_SCORE, scores[key].reason) for key in c.keys]
-            for scores, c in zip(found, asked, strict=True)
-            if c is not None
-        ]
-        return [self._mean(column) for column in zip(*verdicts, strict=True)]
+        verdicts: list[dict[str, Verdict]] = [{} for _ in attempts]
+        for asker, scores in found.items():
+            for place, key in enumerate(ordered(asker).keys):
+                verdicts[place][asker] = (scores[key].score / MAX_SCORE, scores[key].reason)
+        return [self._mean(column, askers) for column in verdicts]
 
-    async def assess(self, task: str, attempt: Attempt) -> Judgement:
-        """Return the mean of `repeats` verdicts on one attempt by the rubric.
+    async def assess(self, task: str, attempts: Sequence[Attempt]) -> list[Judgement]:
+        """Return values by the rubric of attempts with equal texts, whose value is the same.
 
-        Raises ChatFailed.
+        It is the mean over all verdicts on this text. A judge at temperature 0 is asked once,
+        because all its verdicts would be equal. Raises ChatFailed.
         """
-        assert self._rubric is not None, "a judge without a rubric compares"
-        request = assessment(task, attempt, self._config, self._rubric)
-        repeats = range(self._config.repeats)
-        verdicts = []
-        for scores in await asyncio.gather(*(self._ask(request, number) for number in repeats)):
-            value = self._rubric.value({name: found.score for name, found in scores.items()})
-            reasons = [f"{name} {found.score}: {found.reason}" for name, found in scores.items()]
-            verdicts.append((value, "\n".join(reasons) if self._config.reasons else ""))
-        return self._mean(verdicts)
+        config, rubric = self._config, self._rubric
+        assert rubric is not None, "a judge without a rubric compares"
+        request = assessment(task, attempts[0], config, rubric)
+        most = max(config.repeats, config.max_verdicts) if config.temperature else 1
+        found = await self._verdicts(request, self._askers(attempts), most, lambda _: request)
+        verdicts: dict[str, Verdict] = {}
+        for asker, scores in found.items():
+            value = rubric.value({name: score.score for name, score in scores.items()})
+            reasons = [f"{name} {score.score}: {score.reason}" for name, score in scores.items()]
+            verdicts[asker] = (value, "\n".join(reasons) if config.reasons else "")
+        return [self._mean(verdicts, self._askers([attempt])) for attempt in attempts]
 
-    def _mean(self, verdicts: Sequence[tuple[float, str]]) -> Judgement:
-        values = [value for value, _ in verdicts]
+    def _askers(self, attempts: Sequence[Attempt]) -> list[str]:
+        """Return the names under which the attempts ask for their verdicts."""
+        repeats = range(self._config.repeats)
+        return [f"{attempt.rollout_id}/{n}" for attempt in attempts for n in repeats]
+
+    def _mean(self, verdicts: Mapping[str, Verdict], askers: Sequence[str]) -> Judgement:
+        """Return the mean of all verdicts, with the reasons of these askers or of the first."""
+        values = [value for value, _ in verdicts.values()]
         if len(values) > 1:
             self._counts.disagreements.append(pstdev(values))
-        return Judgement(fmean(values), "\n".join(filter(None, (words for _, words in verdicts))))
+        written = [verdicts[asker][1] for asker in askers if asker in verdicts]
+        reasons = written or [next(iter(verdicts.values()))[1]]
+        return Judgement(fmean(values), "\n".join(filter(None, reasons)))
 
-    async def _ask(self, request: JudgeRequest, repeat: int) -> dict[str, Score]:
-        """Return the scores of one verdict, from the store if it has this one."""
-        config, endpoint = self._config, self._endpoint
+    async def _verdicts(
+        self,
+        same: JudgeRequest,
+        askers: Sequence[str],
+        most: int,
+        request_of: Callable[[str], JudgeRequest],
+    ) -> dict[str, dict[str, Score]]:
+        """Return the scores of all verdicts on the texts of a request, by asker.
+
+        Askers without a verdict get one while there are fewer than `most`.
+        """
+        # Stores from before verdicts had askers have the first one under the same digest.
+        key = digest(self._config.served_by, self._endpoint.version(), self._body(same), 0)
+        known = await self._store.in_order(self._store.verdicts, key)
+        new = [asker for asker in askers if asker not in known][: max(most - len(known), 0)]
+        self._counts.cached_calls += len(askers) - len(new)
+        await asyncio.gather(*(self._ask(key, asker, request_of(asker)) for asker in new))
+        known = await self._store.in_order(self._store.verdicts, key)
+        return {asker: read_scores(text, request_of(asker)) for asker, text in known.items()}
+
+    async def _ask(self, key: str, asker: str, request: JudgeRequest) -> None:
+        """Ask for one verdict and keep it."""
+        body = self._body(request) | {"seed": derive_seed(self._seed, key, asker)}
+        async with self._gate:
+            text = await ask(
+                self._endpoint,
+                body,
+                self._limits,
+                self._counts,
+                lambda text: read_scores(text, request),
+            )
+        await self._store.in_order(self._store.add_verdict, key, asker, text)
+
+    def _body(self, request: JudgeRequest) -> dict[str, object]:
+        """Return the body of a call without its seed."""
+        config = self._config
         schema = request.schema if config.is_url else _bounded(request.schema)
-        body = {
-            "model": endpoint.model,
+        return {
+            "model": self._endpoint.model,
             "messages": list(request.messages),
             "temperature": config.temperature,
             "max_tokens": config.max_tokens,
@@ -135,17 +194,6 @@ class Judge:
                 "json_schema": {"name": "verdict", "strict": True, "schema": schema},
             },
         }
-        key = digest(config.served_by, endpoint.version(), body, repeat)
-        if (known := await self._store.in_order(self._store.verdict, key)) is not None:
-            self._counts.cached_calls += 1
-            return read_scores(known, request)
-        body["seed"] = derive_seed(self._seed, key)
-        async with self._gate:
-            text = await ask(
-                endpoint, body, self._limits, self._counts, lambda text: read_scores(text, request)
-            )
-        await self._store.in_order(self._store.add_verdict, key, text)
-        return read_scores(text, request)
 
 
 def judge_roles(served_by: Iterable[str]) -> dict[str, RoleConfig]:

@@ -22,12 +22,20 @@ from lightning_jax.traces.rewards import Decode, apply_rules
 from lightning_jax.traces.roles import Policies, Roles, assign_roles, only_trained
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import attach_loose_calls
-from lightning_jax.types import FINISHED, Metrics, Rollout, Span, Task, Trajectory, Transition
+from lightning_jax.types import (
+    FINISHED,
+    FULL_REWARD,
+    Metrics,
+    Rollout,
+    Span,
+    Task,
+    Trajectory,
+    Transition,
+)
 
 # Maximum names of one kind in a row of metrics: agents' metrics, sub-agents, failure reasons.
 MAX_NAMES = 200
 MAX_NAME_CHARS = 100
-FULL_REWARD = 1.0  # by convention, the reward of a task that is fully right
 ROUNDING = 1e-6  # rewards that differ by less are equal
 OTHER = "other"  # replaces the rarest names beyond MAX_NAMES
 
@@ -324,7 +332,7 @@ def attempt_shares(rewards: Sequence[Sequence[float]]) -> tuple[float, float]:
     """
     number = max(len(rewards), 1)
     unequal = sum(max(values) - min(values) > ROUNDING for values in rewards)
-    solved = sum(max(values) >= FULL_REWARD - ROUNDING for values in rewards)
+    solved = sum(max(values) >= FULL_REWARD for values in rewards)
     return unequal / number, solved / number
 
 
@@ -373,8 +381,8 @@ def _earned(rollout: Rollout) -> float:
 
 
 def full_reward_share(rewards: Float[np.ndarray, " N"]) -> float:
-    """Return the share of at least one reward that is FULL_REWARD or more, up to rounding."""
-    return float((rewards >= FULL_REWARD - ROUNDING).mean())
+    """Return the share of at least one reward that is 1 or more, up to rounding."""
+    return float((rewards >= FULL_REWARD).mean())
 
 
 def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ from lightning_jax.rollouts.outcome import (
     storable,
 )
 from lightning_jax.rollouts.rewards import Attempt, Decode, agent_reward, attempt_of, weighted_sum
+from lightning_jax.rollouts.verdicts import digest
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.store import Store
 from lightning_jax.types import LLM, Metrics, Rollout, Task
@@ -164,8 +165,19 @@ class Scorer:
             return []
         if reward.needs_group:
             return await (self._by_group if reward.group else self._compared)(name, task, attempts)
-        one = self._by_function if reward.function else self._assessed
-        return list(await asyncio.gather(*(one(name, task, attempt) for attempt in attempts)))
+        if reward.function:
+            calls = (self._by_function(name, task, attempt) for attempt in attempts)
+            return list(await asyncio.gather(*calls))
+        alike: dict[str, list[Attempt]] = defaultdict(list)
+        for attempt in attempts:
+            alike[digest(attempt.transcript)].append(attempt)
+        parts = await asyncio.gather(*(self._assessed(name, task, a) for a in alike.values()))
+        values = {
+            attempt.rollout_id: value
+            for some, part in zip(alike.values(), parts, strict=True)
+            for attempt, value in zip(some, part, strict=True)
+        }
+        return [values[attempt.rollout_id] for attempt in attempts]
 
     async def _compared(self, name: str, task: Task, attempts: Sequence[Attempt]) -> list[Value]:
         try:
@@ -173,11 +185,12 @@ class Scorer:
         except ChatFailed as error:
             return [_judge_failure(name, error)] * len(attempts)
 
-    async def _assessed(self, name: str, task: Task, attempt: Attempt) -> Value:
+    async def _assessed(self, name: str, task: Task, attempts: Sequence[Attempt]) -> list[Value]:
+        """Return the values of attempts with equal texts."""
         try:
-            return await self._judges[name].assess(_task_text(task), attempt)
+            return list(await self._judges[name].assess(_task_text(task), attempts))
         except ChatFailed as error:
-            return _judge_failure(name, error)
+            return [_judge_failure(name, error)] * len(attempts)
 
     async def _by_function(self, name: str, task: Task, attempt: Attempt) -> Value:
         found = await self._call(name, task, attempt)

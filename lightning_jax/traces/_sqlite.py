@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.system.files import create_private
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
 SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"  # since version 3
 SEQUENCE_COLUMN = "sequence INTEGER"  # since version 4; NULL in spans of older stores
@@ -64,10 +64,12 @@ CREATE TABLE IF NOT EXISTS step_groups (
     step INTEGER PRIMARY KEY,
     group_ids TEXT NOT NULL
 );
--- Since version 7: what a judge wrote, by the digest of all that it read.
-CREATE TABLE IF NOT EXISTS verdicts (
-    digest TEXT PRIMARY KEY,
-    verdict TEXT NOT NULL
+-- Since version 9: what a judge wrote, by the digest of all that it read and by whom it was for.
+CREATE TABLE IF NOT EXISTS judge_verdicts (
+    digest TEXT NOT NULL,
+    asker TEXT NOT NULL,
+    verdict TEXT NOT NULL,
+    PRIMARY KEY (digest, asker)
 );
 -- Since version 8: groups that programs outside opened. Their tasks are nowhere else.
 CREATE TABLE IF NOT EXISTS external_groups (
@@ -76,6 +78,13 @@ CREATE TABLE IF NOT EXISTS external_groups (
     name TEXT,
     task TEXT NOT NULL
 );
+"""
+
+
+# From version 7 to 8 a digest had one verdict, for whoever asked.
+TAKE_OVER_VERDICTS = """
+INSERT OR IGNORE INTO judge_verdicts SELECT digest, '', verdict FROM verdicts;
+DROP TABLE verdicts;
 """
 
 
@@ -139,6 +148,8 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
         if 0 < version < since:
             db.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
     db.executescript(SCHEMA)
+    if version in (7, 8):
+        db.executescript(TAKE_OVER_VERDICTS)
     db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
 

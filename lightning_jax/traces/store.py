@@ -290,17 +290,20 @@ class Store:
             db.execute(f"{query} step >= ?", (step,))
             db.executemany(f"{query} group_id = ?", [(group_id,) for group_id in group_ids])
 
-    def verdict(self, digest: str) -> str | None:
-        """Return the judge's answer to the request with that digest, or None if there is none."""
-        with self._transaction() as db:
-            query = "SELECT verdict FROM verdicts WHERE digest = ?"
-            row = db.execute(query, (digest,)).fetchone()
-        return row[0] if row else None
+    def verdicts(self, digest: str) -> dict[str, str]:
+        """Return the judge's answers on the text with that digest, by asker, the first one first.
 
-    def add_verdict(self, digest: str, verdict: str) -> None:
-        """Keep a judge's answer. The first one for a digest stays."""
+        The asker "" is of a store from before verdicts had askers.
+        """
         with self._transaction() as db:
-            db.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", (digest, verdict))
+            query = "SELECT asker, verdict FROM judge_verdicts WHERE digest = ? ORDER BY rowid"
+            return dict(db.execute(query, (digest,)).fetchall())
+
+    def add_verdict(self, digest: str, asker: str, verdict: str) -> None:
+        """Keep a judge's answer. The first one for a digest and an asker stays."""
+        with self._transaction() as db:
+            row = (digest, asker, verdict)
+            db.execute("INSERT OR IGNORE INTO judge_verdicts VALUES (?, ?, ?)", row)
 
     def rollout(self, rollout_id: str) -> Rollout:
         """Return the rollout with that id. Raises StoreError if there is none."""
@@ -379,6 +382,12 @@ class Store:
             query = "SELECT group_ids FROM step_groups WHERE step = ?"
             row = db.execute(query, (step,)).fetchone()
         return json.loads(row[0]) if row else []
+
+    def all_step_groups(self) -> dict[int, list[str]]:
+        """Return the ids of the groups of each recorded step, by step."""
+        with self._transaction() as db:
+            rows = db.execute("SELECT step, group_ids FROM step_groups ORDER BY step").fetchall()
+        return {step: json.loads(group_ids) for step, group_ids in rows}
 
     def step_of_group(self, group_id: str) -> int | None:
         """Return the step that trained on the group, or None if none is recorded."""

@@ -1,26 +1,41 @@
-"""Stored attempts of a run as demonstrations: which ones, and the sequences made from them."""
+"""Stored attempts of a run: the steps that trained on them, and their use as demonstrations."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from lightning_jax.rl.advantages import stands_out
 from lightning_jax.rl.batching import make_supervised_sequences
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.conditions import Condition, Value
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.store import Store
-from lightning_jax.types import Rollout, Trajectory, Transition
+from lightning_jax.types import FINISHED, Rollout, Trajectory, Transition
 
 ATTEMPT_NAMES = ("reward", "step", "index", "calls", "tokens", "task")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Scored rollout with the calls that train, as they were sampled."""
+    """Finished rollout with the calls that train, as they were sampled."""
 
     rollout: Rollout
     trajectory: Trajectory
+
+    @property
+    def can_teach(self) -> bool:
+        """True if its agent did not fail and it has calls to learn from."""
+        return not self.trajectory.is_failed and bool(self.trajectory.transitions)
+
+    @property
+    def total_reward(self) -> float:
+        """Reward of the attempt and of its calls."""
+        calls = self.trajectory.transitions
+        return self.trajectory.reward + sum((call.reward for call in calls), start=0.0)
 
     @property
     def values(self) -> dict[str, Value]:
@@ -38,29 +53,75 @@ class Attempt:
         }
 
 
+def stored_steps(
+    store: Store,
+    phase: str,
+    rescored: Mapping[str, Rollout] | None = None,
+    *,
+    only_trained: bool = True,
+) -> list[list[Rollout]]:
+    """Return the rollouts with a reward of each step of a run, failed ones included, in order.
+
+    The groups of a step are those that it trained on. With `only_trained`, groups that no step took
+    are left out, unless the store is older than its record of them. `rescored` has rollouts with
+    other rewards, by their id; others are left out then.
+    """
+    groups: dict[str, list[Rollout]] = defaultdict(list)
+    for stored in store.rollouts(phase=phase):
+        found = stored if rescored is None else rescored.get(stored.rollout_id)
+        if found is None or stored.superseded:
+            continue
+        if found.status in FINISHED and found.reward is not None:
+            groups[found.group_id].append(found)
+    recorded = store.all_step_groups() if phase == "train" else {}
+    taken = {group_id for names in recorded.values() for group_id in names}
+    first = min(recorded, default=math.inf) if only_trained else math.inf
+    steps = defaultdict(list, recorded)
+    for group_id, members in groups.items():
+        if group_id not in taken and members[0].step < first:
+            steps[members[0].step].append(group_id)
+    rollouts = [
+        [rollout for group_id in steps[step] for rollout in groups.get(group_id, ())]
+        for step in sorted(steps)
+    ]
+    return [step for step in rollouts if step]
+
+
+def regroup(steps: Sequence[Sequence[Rollout]], per_step: int) -> list[list[Rollout]]:
+    """Return the same rollouts in steps of `per_step` groups, of which the last may have fewer."""
+    groups: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in (rollout for step in steps for rollout in step):
+        groups[rollout.group_id].append(rollout)
+    members = list(groups.values())
+    return [
+        [rollout for group in members[start : start + per_step] for rollout in group]
+        for start in range(0, len(members), per_step)
+    ]
+
+
 def stored_attempts(
     store: Store,
     reader: TraceReader,
     phase: str,
     rescored: Mapping[str, Rollout] | None = None,
 ) -> list[Attempt]:
-    """Return the scored attempts of a phase that have calls to learn from, in order.
-
-    `rescored` has rollouts with other rewards, by their id.
-    """
-    found = [(rescored or {}).get(r.rollout_id, r) for r in store.rollouts(phase=phase)]
-    rollouts = {r.rollout_id: r for r in found if r.status == "scored" and not r.superseded}
-    made, _ = to_trajectories(store, list(rollouts.values()), policy_version=0, reader=reader)
-    return [Attempt(rollouts[t.rollout_id], t) for t in made if t.transitions]
+    """Return the attempts of `stored_steps` and those that no step took, in order."""
+    attempts = []
+    for rollouts in stored_steps(store, phase, rescored, only_trained=False):
+        made, _ = to_trajectories(store, rollouts, policy_version=0, reader=reader)
+        by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+        attempts += [Attempt(by_id[t.rollout_id], t) for t in made]
+    return attempts
 
 
 def choose_attempts(
     attempts: Sequence[Attempt], condition: Condition, *, only_best: bool
 ) -> list[list[Attempt]]:
-    """Return the attempts for which the condition holds, by group.
+    """Return the attempts that can teach and for which the condition holds, by group.
 
-    With `only_best`, only the best of each group is left; of equal ones the first. Raises
-    ConfigError if the condition has a name that no attempt has, or if no attempt is left.
+    With `only_best`, only the best of each group is left if it `stands_out` in its whole group; of
+    equal ones the first. Raises ConfigError if the condition has a name that no attempt has, or if
+    no attempt is left.
     """
     known = {name for attempt in attempts for name in attempt.values} | {*ATTEMPT_NAMES}
     if unknown := sorted(condition.names - known):
@@ -72,7 +133,7 @@ def choose_attempts(
         )
     groups: dict[str, list[Attempt]] = defaultdict(list)
     for attempt in attempts:
-        if condition.holds(attempt.values):
+        if attempt.can_teach and condition.holds(attempt.values):
             groups[attempt.rollout.group_id].append(attempt)
     if not groups:
         raise ConfigError(
@@ -82,9 +143,23 @@ def choose_attempts(
         )
     if not only_best:
         return list(groups.values())
-    return [
-        [max(group, key=lambda attempt: attempt.trajectory.reward)] for group in groups.values()
+    earned: dict[str, list[float]] = defaultdict(list)
+    for attempt in attempts:
+        earned[attempt.rollout.group_id].append(attempt.total_reward)
+    best = [max(group, key=lambda attempt: attempt.total_reward) for group in groups.values()]
+    found = [
+        [attempt]
+        for attempt in best
+        if stands_out(attempt.total_reward, np.asarray(earned[attempt.rollout.group_id]))
     ]
+    if not found:
+        raise ConfigError(
+            "--best finds no attempt above the mean of its group or with a reward of 1; drop "
+            "--best, or choose attempts with --where.",
+            reason="empty",
+            key="--best",
+        )
+    return found
 
 
 def attempt_sequences(

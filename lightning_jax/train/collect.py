@@ -4,8 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.rl.advantages import equal_groups
-from lightning_jax.rl.credit import assign_credit
+from lightning_jax.rl.advantages import without_equal_groups
 from lightning_jax.rollouts.collect import read_trajectories
 from lightning_jax.rollouts.failures import FailureWatch
 from lightning_jax.rollouts.metrics import TraceReader
@@ -83,8 +82,7 @@ class Collector:
                 metrics |= self._runner.scorer.take_metrics()
             if algorithm.max_sampling_rounds == 1:
                 return trajectories, metrics | self._pipelines.observe(rollouts)
-            equal = equal_groups(assign_credit(trajectories, algorithm))
-            useful = [trajectory for trajectory in trajectories if trajectory.group_id not in equal]
+            useful = without_equal_groups(trajectories, algorithm)
             num_useful = len({trajectory.group_id for trajectory in useful})
             if num_useful == wanted or num_rounds == algorithm.max_sampling_rounds:
                 return useful, metrics | self._pipelines.observe(rollouts) | {

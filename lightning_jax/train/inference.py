@@ -26,10 +26,10 @@ from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.agent_choice import choose_agent
 from lightning_jax.train.checkpoint import Checkpointer
+from lightning_jax.train.chosen_prompts import present_prompts, read_chosen
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import find_weights
 from lightning_jax.train.progress import Progress, show_progress
-from lightning_jax.train.prompt_search import present_prompts, read_chosen
 from lightning_jax.train.serving import routing_of
 from lightning_jax.train.startup import load_trainable, open_service, with_dtypes
 from lightning_jax.types import Metrics, Rollout, Task

@@ -6,11 +6,10 @@ supervised steps on chosen attempts.
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -20,13 +19,14 @@ import jax.numpy as jnp
 
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.sources import load_tokenizer
+from lightning_jax.rl.advantages import without_equal_groups
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
 from lightning_jax.rl.train_state import TrainState
-from lightning_jax.rollouts.metrics import TraceReader
-from lightning_jax.settings import ConfigError, save_config
+from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
+from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.system.files import make_private, write_whole
 from lightning_jax.traces.store import Store
-from lightning_jax.train.attempts import Attempt, stored_attempts
+from lightning_jax.train.attempts import regroup, stored_steps
 from lightning_jax.train.check import check_new
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import EXPORTED, METRICS, SETTINGS, STORE, find_weights
@@ -35,7 +35,7 @@ from lightning_jax.train.metrics import MetricsLog, Row
 from lightning_jax.train.startup import load_trainable, with_dtypes
 from lightning_jax.train.status import recorded_end
 from lightning_jax.train.updaters import phase_updater
-from lightning_jax.types import Metrics, Rollout
+from lightning_jax.types import Metrics, Rollout, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +55,11 @@ def learn_from_rewards(
 ) -> list[Row]:
     """Make policy steps on the stored groups of the run in `source`, and return the metrics rows.
 
-    `rescored` has rollouts with their new rewards, by id; others are left out. `config` has the
-    run's settings, with another `run_dir`, which must not exist. A step takes the next
-    `rollout.tasks_per_step` groups in stored order, as often as `num_steps` needs; by default each
-    group comes once. Samples are never too old: the ratio of a token is that of the weights in
-    training to those that sampled it, whose log-probabilities the store has.
+    `rescored` has rollouts with their new rewards, by id; others are left out. Failed ones belong
+    to their groups. `config` has the run's settings, with another `run_dir`, which must not exist.
+    A step takes the groups that a step of the run took, as often as `num_steps` needs; by default
+    each group comes once. If groups are left out or `rollout.tasks_per_step` differs from the
+    run's, a step takes that many groups in the same order. Samples are never too old.
 
     Raises UserError if nothing can be learned.
     """
@@ -71,31 +71,26 @@ def learn_from_rewards(
             reason="unsupported",
             key="distill",
         )
-    by_group: dict[str, list[Attempt]] = defaultdict(list)
-    for attempt in read_attempts(source, config, phase, rescored):
-        if attempt.rollout.rollout_id in rescored:
-            by_group[attempt.rollout.group_id].append(attempt)
-    groups = list(by_group.values())
-    if not groups:
+    steps = read_steps(source, config, phase, rescored)
+    if not any(trajectory.transitions for step in steps for trajectory in step):
         raise ConfigError(
             f"run {source} has no scored {phase} rollouts with calls to learn from; choose "
             "another --phase.",
             reason="empty",
             key="--phase",
         )
-    per_step = min(config.rollout.tasks_per_step, len(groups))
-    num_steps = num_steps or -(-len(groups) // per_step)
-    log.info("learning from %d groups, %d in a step", len(groups), per_step)
+    num_steps = num_steps or len(steps)
+    num_groups = len({trajectory.group_id for step in steps for trajectory in step})
+    log.info("learning from %d groups in %d steps", num_groups, len(steps))
     algorithm = replace(config.algorithm, max_staleness=ANY_AGE)
-    upcoming = cycle(groups)
+    upcoming = cycle(steps)
     with new_run(source, config, num_steps, start) as (config, model):
         learner = phase_updater(model.config, config, supervised=False)
         state = learner.init(model.params)
         reference = jax.tree.map(jnp.copy, state.policy) if algorithm.has_reference else None
 
         def step(state: TrainState, _: int) -> tuple[TrainState, Metrics]:
-            some = list(islice(upcoming, per_step))
-            trajectories = [attempt.trajectory for group in some for attempt in group]
+            trajectories = next(upcoming)
             values, metrics = learner.values(state, trajectories)
             sequences, of_data = prepare_policies(
                 trajectories, algorithm, config.policies, values=values
@@ -112,14 +107,32 @@ def learn_from_rewards(
         return learn(config, model, state, step, num_steps)
 
 
-def read_attempts(
+def read_steps(
     source: Path, config: Config, phase: str, rescored: Mapping[str, Rollout]
-) -> list[Attempt]:
-    """Return the scored attempts of the run in `source`, with rewards of `rescored` where given."""
-    decode = load_tokenizer(config.model.name).decode
-    reader = TraceReader(config.roles, config.reward_rules, decode, config.policies, config.rollout)
+) -> list[list[Trajectory]]:
+    """Return the trajectories of each step on the rescored rollouts of the run in `source`."""
+    of_run = load_config(Config, [str(source / SETTINGS)]).rollout
+    per_step, algorithm = config.rollout.tasks_per_step, config.algorithm
+    reader, found = trace_reader(config), []
     with closing(Store(source / STORE, read_only=True)) as store:
-        return stored_attempts(store, reader, phase, rescored)
+        whole, steps = stored_steps(store, phase), stored_steps(store, phase, rescored)
+        if per_step != of_run.tasks_per_step or _num_groups(steps) < _num_groups(whole):
+            steps = regroup(steps, per_step)
+        for rollouts in steps:
+            made, _ = to_trajectories(store, rollouts, policy_version=0, reader=reader)
+            has_left_out = algorithm.max_sampling_rounds > 1
+            found.append(without_equal_groups(made, algorithm) if has_left_out else made)
+    return [step for step in found if step]
+
+
+def trace_reader(config: Config) -> TraceReader:
+    """Return the reader of a run's spans."""
+    decode = load_tokenizer(config.model.name).decode
+    return TraceReader(config.roles, config.reward_rules, decode, config.policies, config.rollout)
+
+
+def _num_groups(steps: Sequence[Sequence[Rollout]]) -> int:
+    return len({rollout.group_id for step in steps for rollout in step})
 
 
 @contextmanager

@@ -7,16 +7,24 @@ token ids are those in the run's store. RAFT is arXiv 2304.06767.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_jax.rl.train_state import TrainState
 from lightning_jax.rollouts.conditions import Condition
-from lightning_jax.train.attempts import Attempt, attempt_sequences, choose_attempts
+from lightning_jax.traces.store import Store
+from lightning_jax.train.attempts import (
+    Attempt,
+    attempt_sequences,
+    choose_attempts,
+    stored_attempts,
+)
 from lightning_jax.train.check import check_new
 from lightning_jax.train.config import Config
+from lightning_jax.train.directory import STORE
 from lightning_jax.train.metrics import Row
-from lightning_jax.train.offline import Start, learn, new_run, read_attempts
+from lightning_jax.train.offline import Start, learn, new_run, trace_reader
 from lightning_jax.train.tasks import TaskIterator
 from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Metrics, Rollout
@@ -32,7 +40,7 @@ class Choice:
     only_best: bool = False  # of each group
     phase: str = "train"
     num_steps: int | None = None  # None: each group once
-    rescored: Mapping[str, Rollout] = field(default_factory=dict)  # with other rewards, by id
+    rescored: Mapping[str, Rollout] | None = None  # with other rewards, by id
 
 
 def learn_from_attempts(source: Path, config: Config, choice: Choice, start: Start) -> list[Row]:
@@ -63,7 +71,8 @@ def learn_from_attempts(source: Path, config: Config, choice: Choice, start: Sta
 
 def _groups(source: Path, config: Config, choice: Choice) -> list[list[Attempt]]:
     """Return the chosen attempts of the run, and log their number."""
-    attempts = read_attempts(source, config, choice.phase, choice.rescored)
+    with closing(Store(source / STORE, read_only=True)) as store:
+        attempts = stored_attempts(store, trace_reader(config), choice.phase, choice.rescored)
     groups = choose_attempts(attempts, choice.condition, only_best=choice.only_best)
     number = sum(map(len, groups))
     log.info("learning from %d of %d attempts, in %d groups", number, len(attempts), len(groups))

@@ -31,6 +31,7 @@ from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.traces.store import Store
 from lightning_jax.train.agent_choice import LocalWorkers, choose_trained_agent
+from lightning_jax.train.chosen_prompts import forget_chosen
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import LOCK, SETTINGS, STORE
 from lightning_jax.train.groups import untaken_ids
@@ -38,7 +39,7 @@ from lightning_jax.train.hints import make_hints
 from lightning_jax.train.memory import plan
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
-from lightning_jax.train.prompt_search import PromptSearch, check_search, forget_chosen
+from lightning_jax.train.prompt_search import PromptSearch, check_search
 from lightning_jax.train.resume import digests, find_changes, resume
 from lightning_jax.train.run import Run
 from lightning_jax.train.runtime import freeze_objects, return_freed_memory

@@ -38,6 +38,9 @@ async def run(task, llm, *, seconds=0.0):
 """
 
 
+AHEAD = ("rollout.ahead=3", "algorithm.proximal=old", "algorithm.correction=truncate")
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_folder(tmp_path)
@@ -82,7 +85,7 @@ async def test_worker_runs_rollouts_and_gives_them_back_at_ctrl_c(folder: Path) 
         requests = make_requests([{"id": "a"}, {"id": "b"}], "train", 0, 1)
         running = asyncio.create_task(run_requests(requests, runner))
         setting, url = "agent.options.seconds=1.0", runner.gateway.url
-        with _worker(url, "config.yaml", setting, "--concurrency", "1") as stopping:
+        with _worker(url, "config.yaml", setting, *AHEAD, "--concurrency", "1") as stopping:
             while not (folder / "began").exists():
                 await asyncio.sleep(0.02)
             stopping.send_signal(signal.SIGINT)

@@ -162,8 +162,8 @@ def test_every_choice_is_finite_on_nothing_on_one_and_on_equals(baseline, normal
 def test_the_best_of_each_group_alone_is_learned():
     step = [
         rollout(0.5, calls=2, group="a"),
-        rollout(1.0, calls=0, group="a"),  # has nothing to learn from
-        rollout(0.5, group="a"),
+        rollout(0.6, calls=0, group="a"),  # has nothing to learn from
+        rollout(0.3, group="a"),
         rollout(0.2, group="b"),
         rollout(0.0, group="c"),
         rollout(0.3, group="b"),
@@ -172,11 +172,33 @@ def test_the_best_of_each_group_alone_is_learned():
         rollout(0.4, group="d"),
     ]
     advantages, metrics = step_advantages(step, AlgorithmConfig(loss="raft"))
-    assert advantages == [(1, 1), (), (0,), (0,), (0,), (1,), (0,), (1,), (0,)]
-    assert metrics["train/advantage_abs_mean"] == 4 / 9
+    assert advantages == [(1, 1), (), (0,), (0,), (0,), (1,), (0,), (0,), (0,)]
+    assert metrics["train/advantage_abs_mean"] == 3 / 9
     few, _ = step_advantages(step, AlgorithmConfig(loss="raft", raft_min_return=0.4))
     assert few == [(1, 1), (), (0,), (0,), (0,), (0,), (0,), (0,), (0,)]
     assert step_advantages([], AlgorithmConfig(loss="raft"))[0] == []
+
+
+@pytest.mark.parametrize(
+    ("returns", "best"),
+    [
+        ((0.1, 0.1, 0.1), None),  # all earned the form alone
+        ((0.1, 0.1, 0.0), 0),  # mean 0.0667
+        ((1.0, 1.0), 0),  # all are right
+        ((1.0 - 1e-7,), 0),  # up to rounding
+        ((0.9,), None),  # above nothing
+        ((0.1 + 0.2, 0.3), None),  # equal up to rounding
+        ((-0.2, -0.4), None),  # not above raft_min_return
+    ],
+)
+def test_the_best_is_learned_if_it_beats_its_group_or_is_right(returns, best):
+    advantages, _ = step_advantages(list(map(rollout, returns)), AlgorithmConfig(loss="raft"))
+    assert advantages == [(float(i == best),) for i in range(len(returns))]
+
+
+def test_the_best_with_calls_is_not_learned_below_the_mean_of_its_group():
+    step = [rollout(0.5), rollout(0.9, calls=0), rollout(0.4)]  # mean 0.6
+    assert step_advantages(step, AlgorithmConfig(loss="raft"))[0] == [(0,), (), (0,)]
 
 
 def test_equal_groups_are_named():

@@ -1,8 +1,10 @@
 """Tests of scoring by functions and judges: a real server answers, and the store keeps all."""
 
 import asyncio
+import contextlib
 import json
 import math
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -255,6 +257,108 @@ def test_a_rubric_scores_each_attempt_by_itself(store: Store, tmp_path: Path) ->
         assert store.reasons("train-1") == {"big": "big 9: <b>digit</b>"}
 
 
+def _noisy(scores: Sequence[int]) -> Callable[[str], str]:
+    """Return a judge by a rubric that gives these scores in turn, whatever it reads."""
+    left = list(scores)
+
+    def reply(text: str) -> str:
+        score = left.pop(0)
+        return json.dumps({"big": {"reason": f"it is {score}", "score": score}})
+
+    return reply
+
+
+def _by_rubric(server: RemoteServer, folder: Path, **settings: Any) -> dict[str, RewardConfig]:
+    path = folder / "rubric.yaml"
+    path.write_text(RUBRIC)
+    return {"big": _judge(server, rubric=str(path), **settings)}
+
+
+def test_each_attempt_with_a_text_asks_anew_until_the_mean_is_known(
+    store: Store, tmp_path: Path
+) -> None:
+    with serving(_noisy([9, 1, 5, 4, 6, 5, 5, 5])) as server:
+        scorer = _scorer(store, _by_rubric(server, tmp_path, temperature=1.0), server)
+        groups = [_score(scorer, _finished(store, "5", f"train{n}")) for n in range(12)]
+        assert len(server.bodies) == 8
+    rewards = [9 * rollout.components["big"] for (rollout,) in groups]
+    assert rewards == pytest.approx([9, 5, 5, 4.75, 5, 5, 5, 5, 5, 5, 5, 5])
+    assert len({body["seed"] for body in server.bodies}) == 8
+    metrics = scorer.take_metrics()
+    assert metrics["reward/big_calls"] == 8 and metrics["reward/big_cached_calls"] == 4
+    # Each shows what was written for itself, if anything was.
+    assert store.reasons("train1-0") == {"big": "big 1: it is 1"}
+    assert store.reasons("train11-0") == {"big": "big 9: it is 9"}
+
+
+def test_equal_attempts_of_a_group_have_the_mean_of_their_verdicts(
+    store: Store, tmp_path: Path
+) -> None:
+    with serving(_noisy([0, 3, 6, 3, 0, 9])) as server:
+        scorer = _scorer(store, _by_rubric(server, tmp_path, temperature=1.0), server)
+        scored = _score(scorer, _finished(store, "7777"))
+        assert [9 * r.components["big"] for r in scored] == pytest.approx([3, 3, 3, 3])
+        assert sorted(store.reasons(r.rollout_id)["big"] for r in scored) == [
+            "big 0: it is 0",
+            "big 3: it is 3",
+            "big 3: it is 3",
+            "big 6: it is 6",
+        ]
+        # Attempts that are scored again have their verdicts already.
+        store.forget_scores(0)
+        again = [store.rollout(rollout.rollout_id) for rollout in scored]
+        assert _score(scorer, again) == scored and len(server.bodies) == 4
+        assert scorer.take_metrics()["reward/big_cached_calls"] == 4
+        # A later group knows all six.
+        later = _score(scorer, _finished(store, "77", "later"))
+        assert [9 * r.components["big"] for r in later] == pytest.approx([3.5, 3.5])
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_calls"),
+    [
+        ({}, 1),  # all verdicts would be equal
+        ({"temperature": 1.0, "max_verdicts": 1}, 1),
+        ({"temperature": 1.0, "max_verdicts": 3}, 3),
+        ({"temperature": 1.0, "max_verdicts": 1, "repeats": 2}, 2),
+    ],
+    ids=str,
+)
+def test_calls_on_one_text_are_bounded(
+    store: Store, tmp_path: Path, settings: dict[str, Any], num_calls: int
+) -> None:
+    with serving(_noisy([1, 2, 3, 4, 5])) as server:
+        scorer = _scorer(store, _by_rubric(server, tmp_path, **settings), server)
+        _score(scorer, _finished(store, "5555"))
+        assert len(server.bodies) == num_calls
+
+
+def test_groups_with_equal_texts_are_compared_in_another_order(store: Store) -> None:
+    def by_position(text: str) -> str:
+        keys = json.loads(text)["attempts"]
+        return json.dumps({key: {"score": 10 - 10 * n} for n, key in enumerate(keys)})
+
+    with serving(by_position) as server:
+        scorer = _scorer(store, {"best": _judge(server)}, server)
+        groups = [_score(scorer, _finished(store, "12", f"train{n}")) for n in range(12)]
+        assert len(server.bodies) == 8
+    first, last = ([r.components["best"] for r in group] for group in (groups[0], groups[-1]))
+    assert sorted(first) == [0.0, 1.0] and 0.2 < last[0] < 0.8
+    assert all(sum(r.components["best"] for r in g) == pytest.approx(1.0) for g in groups)
+
+
+def test_a_verdict_of_an_older_store_counts(store: Store, tmp_path: Path) -> None:
+    with serving(_noisy([0, 0])) as server:
+        scorer = _scorer(store, _by_rubric(server, tmp_path, temperature=1.0), server)
+        _score(scorer, _finished(store, "5"))
+        with contextlib.closing(sqlite3.connect(store.path)) as db, db:
+            db.execute(
+                "UPDATE judge_verdicts SET asker = '', verdict = ?", (json.dumps({"big": 9}),)
+            )
+        (later,) = _score(scorer, _finished(store, "5", "later"))
+        assert later.components["big"] == pytest.approx(0.5)
+
+
 def _flaky(replies: Sequence[str | int]) -> Callable[[str], str | int]:
     left = list(replies)
     return lambda text: left.pop(0) if left else _by_digit(text)
@@ -291,7 +395,8 @@ def test_a_judge_that_keeps_failing_drops_the_group(
     }
     assert len(server.bodies) == num_calls
     assert scorer.take_metrics()["reward/best_failed"] == 2.0
-    assert store.verdict("any") is None
+    with contextlib.closing(sqlite3.connect(store.path)) as db:
+        assert db.execute("SELECT COUNT(*) FROM judge_verdicts").fetchone() == (0,)
 
 
 def test_a_judge_that_is_down_or_slow_drops_the_group(store: Store) -> None:

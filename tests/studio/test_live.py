@@ -251,7 +251,7 @@ async def test_store_of_an_older_version_is_shown_and_not_changed(tmp_path: Path
     with contextlib.closing(sqlite3.connect(run / "store.sqlite")) as db:
         for column in ("components", "reasons"):
             db.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
-        db.execute("DROP TABLE verdicts")
+        db.execute("DROP TABLE judge_verdicts")
         db.execute("PRAGMA user_version = 6")
         db.execute("PRAGMA journal_mode = DELETE")
     before = (run / "store.sqlite").read_bytes()

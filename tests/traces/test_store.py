@@ -269,7 +269,7 @@ def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> 
         db.execute("ALTER TABLE rollouts DROP COLUMN task")
         db.execute("ALTER TABLE rollouts DROP COLUMN components")
         db.execute("ALTER TABLE rollouts DROP COLUMN reasons")
-        db.execute("DROP TABLE verdicts")
+        db.execute("DROP TABLE judge_verdicts")
         db.execute("DROP INDEX spans_by_sequence")
         db.execute("ALTER TABLE spans DROP COLUMN sequence")
         db.execute("PRAGMA user_version=1")
@@ -283,13 +283,31 @@ def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> 
     assert store.rollout("r1").metrics == {"f1": 0.5}
     scored = replace(store.rollout("r1"), reward=2.0, components={"agent": 1.0, "x": 1.0})
     store.set_scores([scored], {"r1": {"x": "because"}})
-    store.add_verdict("d", "first")
-    store.add_verdict("d", "second")
+    store.add_verdict("d", "b", "first")
+    store.add_verdict("d", "b", "second")
+    store.add_verdict("d", "a", "third")
     store.close()
     store = Store(path)
     assert store.rollout("r1") == scored and store.reasons("r1") == {"x": "because"}
-    assert (store.verdict("d"), store.verdict("e")) == ("first", None)
+    assert list(store.verdicts("d").items()) == [("b", "first"), ("a", "third")]
+    assert store.verdicts("e") == {}
     store.close()
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_verdicts_of_version_8_are_taken_over(tmp_path: Path, read_only: bool) -> None:
+    path = tmp_path / "store.sqlite"
+    Store(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE judge_verdicts")
+        db.execute("CREATE TABLE verdicts (digest TEXT PRIMARY KEY, verdict TEXT NOT NULL)")
+        db.execute("INSERT INTO verdicts VALUES ('d', 'old')")
+        db.execute("PRAGMA user_version=8")
+    db.close()
+    for _ in range(2):
+        store = Store(path, read_only=read_only)
+        assert store.verdicts("d") == {"": "old"}
+        store.close()
 
 
 VERSION_3 = """

@@ -26,6 +26,7 @@ from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.store import Store
 from lightning_jax.train import multihost
 from lightning_jax.train.checkpoint import Checkpointer
+from lightning_jax.train.chosen_prompts import read_chosen
 from lightning_jax.train.config import (
     CheckpointConfig,
     Config,
@@ -34,7 +35,6 @@ from lightning_jax.train.config import (
     WarmupConfig,
 )
 from lightning_jax.train.metrics import read_metrics
-from lightning_jax.train.prompt_search import read_chosen
 from lightning_jax.train.trainer import train
 from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Task
@@ -101,7 +101,8 @@ def run_process(model_dir: str, run_dir: str, port: str, process_id: str, kind: 
     distributed_ = DistributedConfig("manual", f"127.0.0.1:{port}", 2, int(process_id))
     settings = config(Path(model_dir), Path(run_dir), distributed_, kind)
     stop_on_sigterm()
-    rows = asyncio.run(train(settings, TASKS, TASKS))
+    tasks = [{"id": f"t{i}", "question": "abcde"[i]} for i in range(5)]  # a search needs as many
+    rows = asyncio.run(train(settings, tasks if kind == "prompts" else TASKS, TASKS))
     assert bool(rows) == (process_id == "0")
     assert jax.process_count() == 2 and jax.device_count() == 2 * _num_devices(kind)
 

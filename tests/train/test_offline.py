@@ -2,6 +2,9 @@
 
 import asyncio
 import dataclasses
+import json
+import shutil
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -12,9 +15,10 @@ from coded import raises_coded
 from test_groups import TASKS, _config
 from test_sft import settings
 
+from lightning_jax.cli.from_stored import settings_of_offline_run
 from lightning_jax.cli.main import main
 from lightning_jax.models.formats.load import load_model
-from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.traces.store import Store
 from lightning_jax.train import trainer
 from lightning_jax.train.config import Config
@@ -80,6 +84,109 @@ def test_the_same_rewards_make_the_step_that_the_run_made(run_dir: Path, tmp_pat
     assert change > 1e-3 and rest < 0.01 * change
 
 
+OBSERVER = '''
+"""Agent that fails now and then, and a baseline that records all that advantages are made of."""
+
+import json
+from pathlib import Path
+
+import toy_agent
+
+
+async def run(task, llm):
+    if "-02-1" in llm.base_url:
+        raise KeyError("before any call")
+    reward = await toy_agent.run(task, llm)
+    if reward == 0:
+        raise ValueError("after a call")
+    return reward - 2.0
+
+
+def recorded(returns, group_ids):
+    line = json.dumps([returns.tolist(), list(group_ids)])
+    with Path(__file__).with_name("seen.jsonl").open("a") as file:
+        file.write(line + "\\n")
+    return returns * 0 + returns.mean()
+'''
+OF_ADVANTAGES = (
+    "train/advantage_abs_mean",
+    "train/num_groups",
+    "train/equal_groups_share",
+    "train/failures_gain_share",
+    "rollout/reward_mean",
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"ahead": 3}],
+    ids=["lock_step", "ahead"],
+)
+def test_unchanged_rewards_give_the_advantages_of_the_run_failures_included(
+    tmp_path: Path, changes: dict[str, int]
+):
+    agent = tmp_path / "agent.py"
+    agent.write_text(OBSERVER)
+    seen, out = tmp_path / "seen.jsonl", tmp_path / "out"
+    made = _config(tmp_path / "run")
+    config = dataclasses.replace(
+        made,
+        num_steps=4,
+        agent=dataclasses.replace(made.agent, function=f"{agent}:run"),
+        rollout=dataclasses.replace(made.rollout, max_agent_failures=1.0, **changes),
+        algorithm=dataclasses.replace(
+            made.algorithm, baseline=f"{agent}:recorded", normalize="batch_std"
+        ),
+    )
+    asyncio.run(trainer.train(config, TASKS, TASKS))
+    of_run = seen.read_text()
+    seen.unlink()
+    by_status = Counter(rollout.status for rollout in stored(tmp_path / "run").values())
+    assert by_status["scored"] > 2 and by_status["agent_failure"] > 4
+    flags = ["--rewards", rewards_file(tmp_path, "same"), "--train", f"run_dir={out}"]
+    assert main(["rescore", str(tmp_path / "run"), *flags]) == 0
+    assert seen.read_text() == of_run and len(of_run.splitlines()) >= 8
+    assert min(map(min, (json.loads(line)[0] for line in of_run.splitlines()))) < -1
+    before = read_metrics(tmp_path / "run/metrics.jsonl")
+    after = read_metrics(out / "metrics.jsonl")
+    assert len(after) == 4
+    for first, second in zip(before, after, strict=False):
+        assert all(first[name] == second[name] for name in OF_ADVANTAGES)
+
+
+@pytest.mark.parametrize(
+    ("of_run", "given", "expected"),
+    [
+        ([], [], ("old", "truncate")),
+        (["correction=mask"], [], ("old", "mask")),
+        ([], ["proximal=behavior"], ("behavior", "none")),
+        ([], ["correction=none"], ("old", "none")),
+        (["loss=reinforce"], [], ("old", "truncate")),
+        (["loss=dpo"], [], ("behavior", "none")),
+        ([], ["loss=dpo"], ("behavior", "none")),
+    ],
+    ids=str,
+)
+def test_stored_samples_are_compared_with_the_old_policy_by_default(
+    tmp_path: Path, of_run: list[str], given: list[str], expected: tuple[str, str]
+):
+    source = tmp_path / "run"
+    source.mkdir()
+    first = load_config(Config, [f"algorithm.{setting}" for setting in of_run])
+    save_config(first, source / "config.yaml")
+    named = [f"algorithm.{setting}" for setting in given]
+    algorithm = settings_of_offline_run(source, "-other", named).algorithm
+    assert (algorithm.proximal, algorithm.correction) == expected
+
+
+def test_a_step_takes_as_many_groups_as_asked_for(run_dir: Path, tmp_path: Path):
+    rollouts = stored(run_dir)
+    first = min(rollout.group_id for rollout in rollouts.values())
+    some = {key: rollout for key, rollout in rollouts.items() if rollout.group_id == first}
+    rows = learn_from_rewards(run_dir, settings(run_dir, tmp_path / "some"), some)
+    assert [row["rollout/num_rollouts"] for row in rows] == [3.0]
+
+
 def test_other_rewards_move_the_policy_the_other_way(run_dir: Path, tmp_path: Path):
     rollouts = stored(run_dir)
     losses = {}
@@ -120,6 +227,16 @@ def test_it_goes_on_from_the_policy(run_dir: Path, tmp_path: Path):
     first = read_metrics(run_dir / "metrics.jsonl")[0]
     # The sampler's weights are a step older than these.
     assert row["train/mismatch_kl"] > 10 * first["train/mismatch_kl"]
+
+
+def test_a_run_that_sampled_ahead_is_rescored(run_dir: Path, tmp_path: Path, capsys):
+    config = run_dir / "config.yaml"
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    text = config.read_text()
+    assert "  ahead: 0\n" in text
+    (copy / "config.yaml").write_text(text.replace("  ahead: 0\n", "  ahead: 3\n"))
+    assert main(["rescore", str(copy), "--rewards", rewards_file(tmp_path, "same")]) == 0
 
 
 def test_rewards_that_are_all_equal_train_nothing(run_dir: Path, tmp_path: Path, capsys):

@@ -22,25 +22,24 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store, StoreError
 from lightning_jax.train import trainer
-from lightning_jax.train.config import Config
-from lightning_jax.train.inference import evaluate
-from lightning_jax.train.metric_descriptions import describe
-from lightning_jax.train.metrics import read_metrics
-from lightning_jax.train.prompt_search import (
+from lightning_jax.train.chosen_prompts import (
     Chosen,
-    check_measured,
-    choose_tasks,
     forget_chosen,
-    is_due,
     present_prompts,
     read_chosen,
     write_chosen,
 )
+from lightning_jax.train.config import Config
+from lightning_jax.train.gepa_search import check_measured
+from lightning_jax.train.inference import evaluate
+from lightning_jax.train.metric_descriptions import describe
+from lightning_jax.train.metrics import read_metrics
+from lightning_jax.train.prompt_search import is_due
 from lightning_jax.types import LLM, Prompts, Rollout, Task
 
-TASKS: list[Task] = [{"id": f"t{i}", "question": "abcdefgh"[i]} for i in range(8)]
+TASKS: list[Task] = [{"id": f"t{i}", "question": "abcdefghij"[i]} for i in range(10)]
 GOOD = "Here it is:\n```\nbe good\n```"
-SEARCH: dict[str, Any] = dict(num_train=2, num_dev=2, minibatch=2, max_rollouts=12)
+SEARCH: dict[str, Any] = dict(num_train=2, num_dev=2, minibatch=2, max_rollouts=12, num_fresh=4)
 
 
 async def prompted(task: Task, llm: LLM) -> float:
@@ -89,21 +88,17 @@ def test_searches_come_before_every_nth_policy_step(tmp_path: Path):
     assert not is_due(never, 0)
 
 
-def test_tasks_that_choose_are_others_than_those_that_are_read():
-    search = PromptSearchConfig(num_train=3, num_dev=5)
-    train, dev = choose_tasks(TASKS, search, seed=1)
-    assert len(train) == 3 and sorted(task["id"] for task in (*train, *dev)) == [
-        task["id"] for task in TASKS
-    ]
-    assert choose_tasks(TASKS, search, seed=1) == (train, dev)
-    with raises_coded(ConfigError, "too_few", "prompt_search.num_dev"):
-        choose_tasks(TASKS[:7], search, seed=1)
-
-
 def test_present_prompts_are_the_last_chosen_up_to_a_step():
     chosen = [Chosen(0, {"a": "one", "gone": "x"}), Chosen(4, {"a": "two"})]
     assert present_prompts({"a": "zero", "b": "new"}, chosen) == {"a": "two", "b": "new"}
     assert present_prompts({"a": "zero"}, chosen, step=3) == {"a": "one"}
+
+
+def test_a_record_from_before_the_fresh_tasks_is_read(tmp_path: Path):
+    (tmp_path / "prompts.yaml").write_text(
+        "- {step: 0, prompts: {a: one}, score_before: 0.25, score_after: 0.5}\n"
+    )
+    assert read_chosen(tmp_path) == [Chosen(0, {"a": "one"}, 0.25, 0.5)]
 
 
 def test_a_change_forgets_what_searches_chose_for_discarded_steps_and_prompts(tmp_path: Path):
@@ -122,12 +117,12 @@ def test_a_change_forgets_what_searches_chose_for_discarded_steps_and_prompts(tm
 async def test_a_better_prompt_is_found_used_and_kept(tmp_path: Path):
     async with serving([GOOD] * 20) as server:
         made = config(tmp_path / "run", server)
-        rows = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+        rows = await trainer.train(made, TASKS[:8], TASKS[8:], agent=prompted)
         number = len(server.bodies)
         assert number >= 1 and "be brief" in server.bodies[0]["messages"][0]["content"]
         assert "reward 0" in server.bodies[0]["messages"][0]["content"]
         # The same command does nothing more: neither a search nor a rollout is repeated.
-        again = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+        again = await trainer.train(made, TASKS[:8], TASKS[8:], agent=prompted)
         assert len(server.bodies) == number and len(again) == len(rows)
     first = rows[0]
     assert first["prompts/changed"] == 1.0 and first["prompts/failed"] == 0.0
@@ -136,9 +131,12 @@ async def test_a_better_prompt_is_found_used_and_kept(tmp_path: Path):
     assert all(describe(name) for name in first if name.startswith("prompts/"))
     (chosen,) = read_chosen(tmp_path / "run")
     assert chosen.step == 0 and chosen.prompts == {"writer": "be good"}
+    assert chosen.num_fresh_tasks == first["prompts/num_fresh_tasks"] == 4
+    assert first["prompts/p_value"] == 1 / 16  # better on all four
+    assert first["prompts/fresh_before"] < 0.5 < 1.0 <= first["prompts/fresh_after"]
     searched = stored(tmp_path / "run", PROMPT)
-    assert len(searched) == first["prompts/num_rollouts"] <= 12 + 2
-    assert {r.task_id for r in searched} <= {task["id"] for task in TASKS[:6]}
+    assert len(searched) == first["prompts/num_rollouts"] <= 12 + 2 + 2 * 4
+    assert {r.task_id for r in searched} <= {task["id"] for task in TASKS[:8]}
     used = prompts_of(tmp_path / "run", searched)
     assert used['{"writer": "be brief"}'] >= 4 and used['{"writer": "be good"}'] >= 2
     trained = stored(tmp_path / "run", "train")
@@ -150,11 +148,32 @@ async def test_a_better_prompt_is_found_used_and_kept(tmp_path: Path):
     assert all(rollout.reward is not None and rollout.reward >= 1 for rollout in rollouts)
 
 
+async def test_a_prompt_that_had_luck_on_the_dev_tasks_is_not_used(tmp_path: Path):
+    num_lucky = 0
+
+    async def lucky(task: Task, llm: LLM) -> float:
+        nonlocal num_lucky
+        is_lucky = "good" in llm.prompts["writer"] and num_lucky < 4  # a minibatch, the dev tasks
+        num_lucky += is_lucky
+        return float(is_lucky) + 0.1 * await toy_agent.run(task, llm)
+
+    async with serving([GOOD] * 40) as server:
+        made = config(tmp_path / "run", server, num_steps=0)
+        (row,) = await trainer.train(made, TASKS[:8], TASKS[8:], agent=lucky)
+    assert num_lucky == 4 and row["prompts/num_candidates"] > 1
+    assert row["prompts/changed"] == 0.0 and row["prompts/failed"] == 0.0
+    assert row["prompts/score_after"] == row["prompts/score_before"]
+    assert row["prompts/num_fresh_tasks"] == 3 and row["prompts/p_value"] == 1.0
+    assert row["prompts/fresh_after"] == row["prompts/fresh_before"]
+    (chosen,) = read_chosen(tmp_path / "run")
+    assert chosen.prompts == {"writer": "be brief"}
+
+
 async def test_prompts_that_earn_no_more_change_nothing(tmp_path: Path):
     tasks = [task | {"table": {(1, 2): 3}} for task in TASKS]  # need not have a JSON form
     async with serving(["```\nbe quick\n```"] * 40) as server:
         made = config(tmp_path / "run", server, num_steps=0)
-        rows = await trainer.train(made, tasks[:6], tasks[6:], agent=prompted)
+        rows = await trainer.train(made, tasks[:8], tasks[8:], agent=prompted)
     (row,) = rows  # without policy steps, the search is all there is
     assert row["prompts/changed"] == 0.0 and row["prompts/num_rollouts"] > 2
     assert read_chosen(tmp_path / "run")[0].prompts == {"writer": "be brief"}
@@ -164,7 +183,7 @@ async def test_prompts_that_earn_no_more_change_nothing(tmp_path: Path):
 async def test_a_model_that_fails_leaves_the_prompts(tmp_path: Path, replies: list[Any], caplog):
     async with serving(replies) as server:
         made = config(tmp_path / "run", server)
-        rows = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+        rows = await trainer.train(made, TASKS[:8], TASKS[8:], agent=prompted)
     assert rows[0]["prompts/failed"] == 1.0 and rows[0]["prompts/failed_calls"] >= 1.0
     assert rows[0]["prompts/changed"] == 0.0 and rows[0]["rollout/num_rollouts"] == 6.0
     assert "ended early" in caplog.text
@@ -177,7 +196,7 @@ async def test_a_proposal_that_cannot_be_used_is_refused(tmp_path: Path, text: s
         made = dataclasses.replace(
             made, prompt_search=dataclasses.replace(made.prompt_search, max_chars=100)
         )
-        (row,) = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+        (row,) = await trainer.train(made, TASKS[:8], TASKS[8:], agent=prompted)
     assert row["prompts/num_refused"] >= 1.0 and row["prompts/changed"] == 0.0
 
 
@@ -193,13 +212,13 @@ async def test_a_search_that_a_stop_ends_is_begun_again_with_new_rollouts(tmp_pa
 
     async with serving([GOOD] * 20) as server:
         made = config(tmp_path / "run", server)
-        training = asyncio.create_task(trainer.train(made, TASKS[:6], TASKS[6:], agent=slow))
+        training = asyncio.create_task(trainer.train(made, TASKS[:8], TASKS[8:], agent=slow))
         with pytest.raises(asyncio.CancelledError):
             await training
         assert read_chosen(tmp_path / "run") == []
         before = {rollout.rollout_id for rollout in stored(tmp_path / "run", PROMPT)}
         assert before
-        rows = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+        rows = await trainer.train(made, TASKS[:8], TASKS[8:], agent=prompted)
     assert rows[0]["prompts/changed"] == 1.0
     ids = [rollout.rollout_id for rollout in stored(tmp_path / "run", PROMPT)]
     assert len(set(ids)) == len(ids) == len(before) + rows[0]["prompts/num_rollouts"]
@@ -208,9 +227,9 @@ async def test_a_search_that_a_stop_ends_is_begun_again_with_new_rollouts(tmp_pa
 async def test_a_new_text_in_the_settings_replaces_what_a_search_chose(tmp_path: Path):
     async with serving([GOOD] * 40) as server:
         made = config(tmp_path / "run", server)
-        await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+        await trainer.train(made, TASKS[:8], TASKS[8:], agent=prompted)
         longer = dataclasses.replace(made, prompts={"writer": "be calm"}, num_steps=4)
-        await trainer.train(longer, TASKS[:6], TASKS[6:], agent=prompted)
+        await trainer.train(longer, TASKS[:8], TASKS[8:], agent=prompted)
     searched = [r for r in stored(tmp_path / "run", PROMPT) if r.step == 2]
     assert prompts_of(tmp_path / "run", searched)['{"writer": "be calm"}'] >= 2
     assert read_chosen(tmp_path / "run")[-1].prompts == {"writer": "be good"}
@@ -230,7 +249,7 @@ async def test_an_error_of_the_run_ends_the_search(tmp_path: Path):
     async with serving([GOOD] * 20) as server:
         made = config(tmp_path / "run", server)
         with pytest.raises(StoreError):
-            await asyncio.wait_for(trainer.train(made, TASKS[:6], TASKS[6:], agent=damages), 60)
+            await asyncio.wait_for(trainer.train(made, TASKS[:8], TASKS[8:], agent=damages), 60)
 
 
 async def test_the_initial_policy_can_propose(tmp_path: Path):
@@ -239,7 +258,7 @@ async def test_the_initial_policy_can_propose(tmp_path: Path):
     batch = dataclasses.replace(made.batch, row_len=2048)
     search = dataclasses.replace(made.prompt_search, max_tokens=16)
     made = dataclasses.replace(made, serve=serve, batch=batch, prompt_search=search, num_steps=0)
-    (row,) = await trainer.train(made, TASKS[:6], TASKS[6:], agent=prompted)
+    (row,) = await trainer.train(made, TASKS[:8], TASKS[8:], agent=prompted)
     assert row["prompts/calls"] >= 1.0 and row["prompts/failed_calls"] == 0.0
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["prompts/changed"] == 0.0
 
@@ -288,13 +307,13 @@ def test_rollouts_that_a_search_cannot_use_are_refused(tmp_path: Path, changes: 
 async def test_what_a_search_lacks_is_told_before_the_model_is_loaded(tmp_path: Path):
     few = config(tmp_path / "few")
     with raises_coded(ConfigError, "too_few", "prompt_search.num_dev"):
-        await trainer.train(few, TASKS[:3], TASKS[6:], agent=prompted)
+        await trainer.train(few, TASKS[:3], TASKS[8:], agent=prompted)
     search = PromptSearchConfig(
         every=1, served_by="http://localhost:1/v1", served_model="m", api_key_env="NO_SUCH_KEY"
     )
     unset = dataclasses.replace(few, prompt_search=search)
     with raises_coded(ConfigError, "missing", "NO_SUCH_KEY"):
-        await trainer.train(unset, TASKS, TASKS[6:], agent=prompted)
+        await trainer.train(unset, TASKS, TASKS[8:], agent=prompted)
     assert not (tmp_path / "few").exists()
 
 

@@ -66,19 +66,55 @@ def test_the_best_of_each_group_or_all_that_the_condition_takes():
         made(0.9, index=2, exact=1.0),
         made(0.1, group="h"),
         made(0.5, group="i", exact=0.0),
+        made(1.0, group="j", exact=0.0),
     ]
 
     def chosen(text: str, *, only_best: bool = False) -> list[list[str]]:
         groups = choose_attempts(attempts, parse_condition(text), only_best=only_best)
         return [[attempt.rollout.rollout_id for attempt in group] for group in groups]
 
-    assert chosen("reward > 0.1") == [["g-0", "g-1", "g-2"], ["i-0"]]
-    assert chosen("reward > 0.1", only_best=True) == [["g-1"], ["i-0"]]
+    assert chosen("reward > 0.1") == [["g-0", "g-1", "g-2"], ["i-0"], ["j-0"]]
+    # A lone attempt is above no mean, so only the one with the full reward is left.
+    assert chosen("reward > 0.1", only_best=True) == [["g-1"], ["j-0"]]
+    # 0.2 is the best that the condition takes, and below the mean of its group.
+    assert chosen("index == 0", only_best=True) == [["j-0"]]
     assert chosen("exact == 1 or tokens > 2") == [["g-2"]]
     with raises_coded(ConfigError, "empty", "--where"):
         chosen("reward > 1")
+    with raises_coded(ConfigError, "empty", "--best"):
+        chosen("reward < 0.2", only_best=True)
     with raises_coded(ConfigError, "unknown", "rewrad"):
         chosen("rewrad > 1")
+
+
+def test_failed_attempts_count_in_the_mean_of_their_group_and_teach_nothing():
+    failed = made(0.1, index=2)
+    failed = Attempt(failed.rollout, dataclasses.replace(failed.trajectory, is_failed=True))
+    silent = made(0.9, index=3)
+    silent = Attempt(silent.rollout, dataclasses.replace(silent.trajectory, transitions=()))
+    everything = parse_condition("reward >= -1")
+
+    def best(*attempts: Attempt) -> list[int]:
+        groups = choose_attempts(attempts, everything, only_best=True)
+        return [attempt.rollout.index for group in groups for attempt in group]
+
+    alike = [made(0.2, index=0), made(0.2, index=1)]
+    with raises_coded(ConfigError, "empty", "--best"):
+        best(*alike)
+    assert best(*alike, failed) == [0]
+    with raises_coded(ConfigError, "empty", "--best"):  # mean 0.35
+        best(*alike, failed, silent)
+    taken = choose_attempts([*alike, failed, silent], everything, only_best=False)
+    assert [[attempt.rollout.index for attempt in group] for group in taken] == [[0, 1]]
+
+
+def test_the_best_attempt_counts_the_rewards_of_its_calls():
+    plain = made(0.5, index=0)
+    call = dataclasses.replace(plain.trajectory.transitions[0], reward=0.3)
+    helped = made(0.4, index=1)
+    helped = Attempt(helped.rollout, dataclasses.replace(helped.trajectory, transitions=(call,)))
+    groups = choose_attempts([plain, helped], parse_condition("reward > 0"), only_best=True)
+    assert groups == [[helped]]
 
 
 def test_sequences_by_hand():
@@ -141,7 +177,10 @@ def test_the_command_writes_a_run_beside_the_other(run_dir: Path, capsys):
     out = run_dir.with_name("run-sft")
     assert (out / "policy" / "config.json").is_file() and (out / "ended.json").is_file()
     (row,) = read_metrics(out / "metrics.jsonl")
-    assert row["warmup/num_conversations"] == 4.0  # one of each group
+    earned: dict[str, set[float]] = {}
+    for attempt in attempts_of(run_dir):
+        earned.setdefault(attempt.rollout.group_id, set()).add(attempt.total_reward)
+    assert row["warmup/num_conversations"] == sum(len(found) > 1 for found in earned.values()) > 0
     assert main(["sft", str(run_dir), "--where", "reward"]) == 1
     assert main(["sft", str(run_dir / "absent")]) == 1
 
