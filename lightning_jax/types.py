@@ -73,6 +73,7 @@ class Transition:
     answered_by: str = ""  # policy that sampled it; "": the only policy, or none
     temperature: float = 1.0
     tempered_logprobs: tuple[float, ...] = ()
+    max_tokens: int | None = None  # limit of the response; None: not recorded
 
     def __post_init__(self) -> None:
         fill_default(self, "forced", False, like="response_token_ids")

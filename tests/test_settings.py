@@ -44,7 +44,11 @@ def test_later_layers_win(tmp_path: Path) -> None:
         ("algorithm.kl_in=both", "unknown", "algorithm.kl_in"),
         ("algorithm.correction=truncate", "conflict", "algorithm.correction"),
         ("algorithm.correction_high=0.5", "invalid", "algorithm.correction_high"),
-        ("algorithm.overlong_buffer=9999", "invalid", "algorithm.overlong_buffer"),
+        (
+            "algorithm.overlong_max_tokens=99 algorithm.overlong_buffer=100",
+            "invalid",
+            "algorithm.overlong_buffer",
+        ),
         ("agent.function=spider", "invalid", "agent.function"),
         ("agent.command=''", "invalid", "agent.command"),
         ("agent.command=3", "invalid", "agent.command"),

@@ -129,7 +129,7 @@ TRAINED = (
     ("sampled reward", "rollout/reward_mean", "reward", "0.25, then above 0.6"),
     ("replies cut", "rollout/cut_short_share", "share", "0.5, then below 0.05"),
     ("groups without a difference", "train/equal_groups_share", "share", "0.6 to 0.8 at the end"),
-    ("entropy", "train/entropy", "nats", ""),
+    ("entropy", "rollout/entropy", "nats", ""),
     ("KL of sampler and trainer", "train/mismatch_kl", "nats", "0.0008 to 0.0010"),
     ("tokens a reply", "rollout/response_tokens_mean", "tokens", "76, then 17"),
 )

@@ -98,7 +98,7 @@ SECTIONS = {
             "hints](../howto/learn_from_hints.md)",
         ),
         Row(
-            "`train/equal_groups_share` above 0.5 and `train/entropy` below 0.05 nats",
+            "`train/equal_groups_share` above 0.5 and `rollout/entropy` below 0.05 nats",
             "the policy is sure; attempts at a task hardly differ",
             "more attempts (`rollout.group_size`), or replace equal groups "
             "(`algorithm.max_sampling_rounds=3`), or a shorter or longer warm-up",

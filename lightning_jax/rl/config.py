@@ -11,6 +11,7 @@ from lightning_jax.schema import (
     DERIVED,
     Count,
     Finite,
+    FinitePositive,
     FunctionRef,
     Natural,
     NonNegative,
@@ -47,8 +48,12 @@ class AlgorithmConfig(Section):
     gae_lambda: Share = 1.0  # for learned and learned_token; 1: unbiased for any values
     # Maximum penalty of a long response, in reward units. 0: off.
     overlong_penalty: NonNegative = 0.0
-    overlong_max_tokens: int = 1024  # response length, in tokens, that gets the full penalty
-    overlong_buffer: Natural = 256  # tokens before that length over which the penalty rises from 0
+    # Response length, in tokens, that gets the full penalty. None: the token limit of the call.
+    overlong_max_tokens: Count | None = None
+    # Tokens before that length over which the penalty rises from 0. None: a fifth of the length.
+    overlong_buffer: Natural | None = None
+    # True: calls that the token limit cut are not trained on. They count in their group's returns.
+    overlong_filter: bool = False
     # Maximum rounds of rollouts in one step. Each extra round replaces groups with equal returns
     # by other tasks; such groups are never trained on. 1: replace no group.
     max_sampling_rounds: Count = 1
@@ -74,8 +79,11 @@ class AlgorithmConfig(Section):
     correction: Choice = "none"  # none, truncate or mask, by the ratio of old to behavior policy
     # Scope of one ratio.
     correction_level: Literal["token", "sequence", "sequence_mean"] = "token"
-    correction_low: NonNegative = 0.5  # for mask: smallest ratio that is kept
-    correction_high: float = 2.0  # for mask: largest ratio that is kept; for truncate: the cap
+    # For mask: smallest ratio that is kept. None: 0.5, or 0.99 with sequence_mean, because a mean
+    # over tokens hardly leaves 1.
+    correction_low: NonNegative | None = None
+    # For mask: largest ratio that is kept; for truncate: the cap. None: 2, or 1.01 likewise.
+    correction_high: FinitePositive | None = None
     max_staleness: Natural = 4  # in trainer steps; older transitions are dropped and counted
     # Additional loss terms.
     kl_coef: NonNegative = 0.0  # weight of the KL to the reference; 0: only dpo keeps a reference
@@ -105,7 +113,7 @@ class AlgorithmConfig(Section):
         require(
             self,
             overlong_buffer=(
-                self.overlong_buffer <= self.overlong_max_tokens,
+                (self.overlong_buffer or 0) <= (self.overlong_max_tokens or math.inf),
                 f"at most overlong_max_tokens={self.overlong_max_tokens}",
             ),
             clip_dual=(self.clip_dual == 0 or self.clip_dual > 1, "above 1, or 0 (off)"),
@@ -118,8 +126,8 @@ class AlgorithmConfig(Section):
                 "conflict",
             ),
             correction_high=(
-                self.correction_high > self.correction_low,
-                f"above correction_low={self.correction_low}",
+                self.correction_bounds[1] > self.correction_bounds[0],
+                f"above correction_low={self.correction_bounds[0]:g}",
             ),
             value_heads=(
                 self.value_heads != "shared" or self.policy_updates == "joint",
@@ -150,6 +158,7 @@ class AlgorithmConfig(Section):
         for name, only in {
             "credit": "identical",
             "correction": "none",
+            "overlong_filter": False,
             "kl_coef": 0.0,
             "entropy_coef": 0.0,
             "policy_updates": "independent",
@@ -170,6 +179,16 @@ class AlgorithmConfig(Section):
             for name in ("clip_low", "clip_high"):
                 expected = f"at least {least:g} where loss is gspo; or set proximal to old"
                 require(self, **{name: (getattr(self, name) >= least, expected, "conflict")})
+
+    @property
+    def correction_bounds(self) -> tuple[float, float]:
+        """Return the smallest and the largest ratio that a correction keeps."""
+        is_mean = self.correction_level == "sequence_mean"
+        low, high = (0.99, 1.01) if is_mean else (0.5, 2.0)
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
 
     @property
     def has_reference(self) -> bool:

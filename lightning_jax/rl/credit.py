@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -14,7 +15,9 @@ from lightning_jax.rl.choices import choose, wrong_result
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.gae import CallValues, rollout_gae
 from lightning_jax.rl.token_weights import num_trained
-from lightning_jax.types import Advantage, Trajectory
+from lightning_jax.types import Advantage, Trajectory, Transition
+
+CUT_SHORT = "length"  # finish reason of a response that a limit cut
 
 CreditScheme = Callable[[Trajectory], tuple[Advantage, ...]]
 
@@ -152,19 +155,51 @@ def overlong_penalty(length: int, *, max_tokens: int, buffer: int) -> float:
 
 
 def punish_overlong(
-    trajectories: Sequence[Trajectory], *, penalty: float, max_tokens: int, buffer: int
+    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """Lower the rewards of long calls and return (trajectories, metrics of the step).
 
-    A call loses `penalty` times its share. The rollout's own reward does not change.
+    A call loses `algorithm.overlong_penalty` times its share. The rollout's own reward does not
+    change. Without a penalty nothing changes and there are no metrics.
     """
+    if algorithm.overlong_penalty == 0:
+        return list(trajectories), {}
     shaped, costs = [], []
     for trajectory in trajectories:
         transitions = []
         for call in trajectory.transitions:
-            size = len(call.response_token_ids)
-            cost = penalty * overlong_penalty(size, max_tokens=max_tokens, buffer=buffer)
+            cost = algorithm.overlong_penalty * _overlong_share(call, algorithm)
             transitions.append(replace(call, reward=call.reward - cost))
             costs.append(cost)
         shaped.append(replace(trajectory, transitions=tuple(transitions)))
     return shaped, {"train/overlong_penalty_mean": sum(costs) / max(len(costs), 1)}
+
+
+def _overlong_share(call: Transition, algorithm: AlgorithmConfig) -> float:
+    """Return the share of the penalty for a call, by its own token limit if none is set."""
+    limit = algorithm.overlong_max_tokens or call.max_tokens
+    if limit is None:  # of a record without limits
+        return float(call.finish_reason == CUT_SHORT)
+    buffer = limit // 5 if algorithm.overlong_buffer is None else algorithm.overlong_buffer
+    return overlong_penalty(len(call.response_token_ids), max_tokens=limit, buffer=buffer)
+
+
+def drop_overlong(
+    trajectories: Sequence[Trajectory], values: Sequence[tuple[Any, ...]]
+) -> tuple[list[Trajectory], list[tuple[Any, ...]], int]:
+    """Drop calls that a limit cut and return (trajectories, values, number of calls dropped).
+
+    `values` may hold any one value per call. From DAPO's overlong filtering (arXiv 2503.14476).
+    Compute advantages first, because a dropped call still counts in its rollout's return.
+    """
+    kept_trajectories, kept_values, num_dropped = [], [], 0
+    for trajectory, of_calls in zip(trajectories, values, strict=True):
+        pairs = [
+            (call, value)
+            for call, value in zip(trajectory.transitions, of_calls, strict=True)
+            if call.finish_reason != CUT_SHORT
+        ]
+        num_dropped += len(of_calls) - len(pairs)
+        kept_trajectories.append(replace(trajectory, transitions=tuple(call for call, _ in pairs)))
+        kept_values.append(tuple(value for _, value in pairs))
+    return kept_trajectories, kept_values, num_dropped

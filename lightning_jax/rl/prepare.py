@@ -6,7 +6,7 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.advantages import group_metrics, step_advantages
 from lightning_jax.rl.batching import make_sequences
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.credit import assign_credit, punish_overlong
+from lightning_jax.rl.credit import assign_credit, drop_overlong, punish_overlong
 from lightning_jax.rl.dpo import pair_sequences
 from lightning_jax.rl.gae import CallValues, learnable_states
 from lightning_jax.rl.pairs import make_pairs
@@ -25,20 +25,13 @@ def prepare_step(
 ) -> tuple[list[TrainingSequence], dict[str, float]]:
     """Return (one sequence per call that is not stale, metrics of the step).
 
-    Apply the overlong penalty, assign credit, compute advantages, drop stale calls and weigh
-    tokens. With the loss "dpo", a call's advantage is the sign of its rollout in its pair. Calls of
-    unpaired rollouts are left out. `values` are the critic's values of each call's states. Learned
-    credit needs them and raises ValueError without them. `adapters` maps several policies to their
-    adapter indices.
+    Apply the overlong penalty, assign credit, compute advantages, drop stale calls and, with
+    `overlong_filter`, those that a limit cut, and weigh tokens. With the loss "dpo", a call's
+    advantage is the sign of its rollout in its pair. Calls of unpaired rollouts are left out.
+    `values` are the critic's values of each call's states. Learned credit needs them and raises
+    ValueError without them. `adapters` maps several policies to their adapter indices.
     """
-    metrics = {}
-    if algorithm.overlong_penalty > 0:
-        trajectories, metrics = punish_overlong(
-            trajectories,
-            penalty=algorithm.overlong_penalty,
-            max_tokens=algorithm.overlong_max_tokens,
-            buffer=algorithm.overlong_buffer,
-        )
+    trajectories, metrics = punish_overlong(trajectories, algorithm)
     credit = assign_credit(trajectories, algorithm, values)
     if algorithm.loss == "dpo":
         pairs, num_stale = make_pairs(credit, algorithm, policy_version=policy_version)
@@ -63,6 +56,11 @@ def prepare_step(
         _, states, _ = drop_stale(trajectories, states, **limits)
         metrics |= of_values
     trajectories, advantages, num_stale = drop_stale(trajectories, advantages, **limits)
+    if algorithm.overlong_filter:
+        if states is not None:
+            _, states, _ = drop_overlong(trajectories, states)
+        trajectories, advantages, num_cut = drop_overlong(trajectories, advantages)
+        metrics["train/dropped_cut_short"] = float(num_cut)
     sequences = make_sequences(
         trajectories,
         advantages,

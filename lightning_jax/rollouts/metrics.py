@@ -239,6 +239,7 @@ def rollout_metrics(
         }
     if calls:
         metrics |= {f"rollout/{name}": value for name, value in _lengths(calls).items()}
+        metrics |= _entropy(learned_from)
         metrics |= {
             "rollout/response_tokens_max": float(max(len(c.response_token_ids) for c in calls)),
         }
@@ -252,6 +253,22 @@ def rollout_metrics(
                 for age in range(max(ages) + 1)
             }
     return metrics
+
+
+def _entropy(calls: Sequence[Transition]) -> Metrics:
+    """Return the mean surprise of a token that the policy chose, at the call's temperature.
+
+    Its expectation is the policy's entropy. {} if no token was chosen.
+    """
+    surprises = [
+        -logprob
+        for call in calls
+        for logprob, forced in zip(
+            call.tempered_logprobs or call.behavior_logprobs, call.forced, strict=True
+        )
+        if not forced
+    ]
+    return {"rollout/entropy": math.fsum(surprises) / len(surprises)} if surprises else {}
 
 
 def _lengths(calls: Sequence[Transition]) -> Metrics:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from lightning_jax.models.config import PolicyConfig
 from lightning_jax.rl.advantages import equal_groups, step_advantages
 from lightning_jax.rl.config import AlgorithmConfig, is_custom
-from lightning_jax.rl.credit import assign_credit, punish_overlong
+from lightning_jax.rl.credit import CUT_SHORT, assign_credit, punish_overlong
 from lightning_jax.rl.multi_policy.scope import credit_scopes
 from lightning_jax.rl.pairs import make_pairs, pair_signs
 from lightning_jax.rl.staleness import drop_stale
@@ -66,7 +66,9 @@ def step_credit(
         equal = equal_groups(assign_credit(trajectories, algorithm))
         left_out = [trajectory for trajectory in trajectories if trajectory.group_id in equal]
         for part in [scope.calls(left_out) for scope in scopes]:
-            by_call |= _of_calls(_punished(part, algorithm), algorithm, step, set(), EQUAL_GROUP)
+            by_call |= _of_calls(
+                punish_overlong(part, algorithm)[0], algorithm, step, set(), EQUAL_GROUP
+            )
         trajectories = [
             trajectory for trajectory in trajectories if trajectory.group_id not in equal
         ]
@@ -79,26 +81,12 @@ def step_credit(
     trained = {call.call_id for trajectory in fresh for call in trajectory.transitions}
     stale = f"not trained: more than {algorithm.max_staleness} steps old"
     for part in [scope.calls(trajectories) for scope in scopes]:
-        by_call |= _of_calls(_punished(part, algorithm), algorithm, step, trained, stale)
+        by_call |= _of_calls(punish_overlong(part, algorithm)[0], algorithm, step, trained, stale)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         notes.append("advantages are shown without each token's KL penalty")
     if algorithm.loss == "dpo":
         notes.append(PAIR_SIGNS)
     return StepCredit(by_call, tuple(notes))
-
-
-def _punished(
-    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
-) -> Sequence[Trajectory]:
-    """Return the trajectories with the rewards of long calls lowered, if the settings say so."""
-    if algorithm.overlong_penalty == 0:
-        return trajectories
-    return punish_overlong(
-        trajectories,
-        penalty=algorithm.overlong_penalty,
-        max_tokens=algorithm.overlong_max_tokens,
-        buffer=algorithm.overlong_buffer,
-    )[0]
 
 
 def _of_calls(
@@ -120,5 +108,7 @@ def _of_calls(
         for call, earned, advantage in zip(trajectory.transitions, *of_calls, strict=True):
             assert not isinstance(earned, tuple) and not isinstance(advantage, tuple), "no critic"
             note = "" if call.call_id in trained else otherwise
+            if not note and algorithm.overlong_filter and call.finish_reason == CUT_SHORT:
+                note = "not trained: cut at its token limit"
             found[call.call_id] = CallCredit(float(earned), float(advantage), note)
     return found

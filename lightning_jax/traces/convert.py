@@ -89,6 +89,7 @@ def _transition(span: Span, posted: float) -> Transition:
         reward=float(values.get(attributes.REWARD, 0.0)) + posted,
         forced=tuple(values.get(attributes.FORCED, ())),
         answered_by=str(values.get(attributes.ANSWERED_BY, "")),
+        max_tokens=values.get(attributes.REQUEST_MAX_TOKENS),
         **_tempered(values),
     )
 

@@ -51,7 +51,11 @@ RESULTS = (
 )
 INTERNALS = (
     Panel("supervised loss (nats/token)", ("warmup/loss",), text="warm-up on demonstrations"),
-    Panel("entropy (nats/token)", ("train/entropy",)),
+    Panel(
+        "entropy (nats/token)",
+        ("rollout/entropy", "train/entropy"),
+        text="of all sampled tokens, and of those with a gradient",
+    ),
     Panel("sampler-trainer KL (nats)", ("train/mismatch_kl",), is_log=True),
     Panel("gradient norm", ("train/grad_norm", "warmup/grad_norm"), is_log=True),
     Panel(

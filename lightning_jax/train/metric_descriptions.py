@@ -64,6 +64,8 @@ _TEXTS = {
     "rollout/response_tokens": "tokens: all responses together",
     "rollout/response_tokens_mean": "tokens: mean length of a response",
     "rollout/response_tokens_max": "tokens: longest response",
+    "rollout/entropy": "nats: mean surprise of a sampled token of any rollout, an estimate of the "
+    "policy's entropy",
     "rollout/cut_short_share": "share: responses that the token limit cut",
     "rollout/agent_NAME_mean": "agent's: mean of a number that the agent returned",
     "rollout/rule_NAME": "times: how often a reward rule applied",
@@ -117,7 +119,8 @@ _TEXTS = {
     "prompts/search_s": "s: time of the search",
     "train/loss": "loss: sum over the step's weighted tokens",
     "train/nll": "nats: mean negative log-likelihood of a demonstrated token",
-    "train/entropy": "nats: mean entropy of the policy at a trained token",
+    "train/entropy": "nats: mean entropy of the policy at a token with a gradient. Groups without "
+    "one are not in it; see `rollout/entropy`",
     "train/mismatch_kl": "nats: KL between sampler and trainer; above 1e-3 in float32 is a bug",
     "train/kl_to_reference": "nats: estimated KL to the reference policy",
     "train/kl_to_teacher": "nats: reverse KL to the teacher, over the tokens that it scored",
@@ -161,6 +164,7 @@ _TEXTS = {
     "train/dropped_all_forced": "calls: number in which a grammar forced every token",
     "train/dropped_zero_advantage": "calls: number with advantage 0, which have no gradient",
     "train/dropped_stale": "calls: number older than algorithm.max_staleness",
+    "train/dropped_cut_short": "calls: number that a limit cut, left out by overlong_filter",
     "train/dropped_pairs": "pairs: number with a call that fits no row (DPO)",
     "train/dropped_tokens": "tokens: sampled tokens of all dropped calls",
     "train/num_groups": "groups: number of tasks with their rollouts",

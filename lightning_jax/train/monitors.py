@@ -245,7 +245,7 @@ def summary(row: Metrics) -> str:
         "eval": "eval/reward_mean",
         "reward": "rollout/reward_mean",
         "loss": "warmup/loss",
-        "entropy": "train/entropy",
+        "entropy": "rollout/entropy",
         "kl": "train/mismatch_kl",
     }
     failed = sum(

@@ -36,12 +36,12 @@ def read_probe(step: int, rollouts: Sequence[Rollout]) -> Probe:
 
 
 def best_probe(probes: Sequence[Probe]) -> Probe | None:
-    """Return the probe with the highest score, the earliest of equal ones, or None without one."""
-    return max(probes, key=lambda probe: probe.score, default=None)
+    """Return the probe with the highest score, the latest of equal ones, or None without one."""
+    return max(reversed(probes), key=lambda probe: probe.score, default=None)
 
 
 def is_past_peak(probes: Sequence[Probe], stop: WarmupStopConfig) -> bool:
-    """Return True if the last `stop.patience` probes score no higher than an earlier one.
+    """Return True if the last `stop.patience` probes score lower than an earlier one.
 
     That one scores at least `stop.min_score`. Before, the warm-up has not reached what RL could
     use: the first steps make a policy worse that solved a task by luck.

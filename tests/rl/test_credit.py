@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from coded import raises_coded
 
@@ -6,6 +8,7 @@ from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.credit import (
     SCHEMES,
     assign_credit,
+    drop_overlong,
     identical,
     learned,
     overlong_penalty,
@@ -75,11 +78,30 @@ def test_overlong_penalty_by_hand():
 
 def test_long_calls_lose_their_part_and_rollouts_keep_their_reward():
     long, short = transition([1], [2] * 9, reward=0.25), transition([1], [2])
-    (shaped,), metrics = punish_overlong(
-        [trajectory(long, short, reward=1.0)], penalty=0.5, max_tokens=10, buffer=2
-    )
+    algorithm = AlgorithmConfig(overlong_penalty=0.5, overlong_max_tokens=10, overlong_buffer=2)
+    (shaped,), metrics = punish_overlong([trajectory(long, short, reward=1.0)], algorithm)
     assert [call.reward for call in shaped.transitions] == [0.0, 0.0]
     assert shaped.reward == 1.0
     assert metrics == {"train/overlong_penalty_mean": 0.125}
-    empty = punish_overlong([trajectory()], penalty=0.5, max_tokens=10, buffer=2)
+    empty = punish_overlong([trajectory()], algorithm)
     assert empty == ([trajectory()], {"train/overlong_penalty_mean": 0.0})
+
+
+def test_a_calls_own_limit_is_what_is_too_long():
+    """The limit is 20 tokens with a buffer of 4, whatever other calls may sample."""
+    lengths = (15, 16, 18, 20)
+    limited = [replace(transition([1], [2] * n), max_tokens=20) for n in lengths]
+    free = replace(transition([1], [2] * 90), max_tokens=1000)
+    unknown = replace(transition([1], [2] * 3), finish_reason="length")
+    (shaped,), _ = punish_overlong(
+        [trajectory(*limited, free, unknown)], AlgorithmConfig(overlong_penalty=1.0)
+    )
+    assert [call.reward for call in shaped.transitions] == [0.0, 0.0, -0.5, -1.0, 0.0, -1.0]
+
+
+def test_calls_that_a_limit_cut_are_left_out():
+    whole, cut = transition([1], [2]), replace(transition([1], [3]), finish_reason="length")
+    kept, values, number = drop_overlong(
+        [trajectory(whole, cut), trajectory(cut)], [(1.0, 2.0), (3.0,)]
+    )
+    assert ([t.transitions for t in kept], values, number) == ([(whole,), ()], [(1.0,), ()], 2)

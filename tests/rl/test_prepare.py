@@ -54,6 +54,19 @@ def test_long_responses_cost_before_credit_is_given():
     assert metrics["train/overlong_penalty_mean"] == pytest.approx(4 / 3)
 
 
+def test_calls_that_a_limit_cut_count_in_their_group_and_are_not_trained():
+    first, second = step()
+    cut = replace(second.transitions[0], finish_reason="length")
+    rollouts = [first, replace(second, transitions=(cut,))]
+    sequences, metrics = prepare_step(
+        rollouts, AlgorithmConfig(overlong_filter=True), policy_version=0
+    )
+    plain, _ = prepare_step(rollouts, AlgorithmConfig(), policy_version=0)
+    assert metrics["train/dropped_cut_short"] == 1.0
+    assert [s.advantage for s in sequences] == [s.advantage for s in plain[:-1]]
+    assert sequences[0].advantage != 0.0
+
+
 def test_with_dpo_the_calls_of_pairs_are_what_is_trained():
     third = trajectory(transition([1], [7], version=6), reward=2.0, rollout="t")
     algorithm = AlgorithmConfig(

@@ -60,6 +60,13 @@ def test_rollouts_without_reward_or_calls_are_counted(tmp_path: Path) -> None:
     assert metrics["rollout/reward_mean"] == 0.5
 
 
+def test_entropy_is_the_mean_surprise_of_chosen_tokens() -> None:
+    # Log-probs are -0.1, -0.2, ... of each call; a grammar forced the last of the first.
+    calls = (transition([1], [2, 3, 4], forced=(False, False, True)), transition([1], [2]))
+    metrics = rollout_metrics([_rollout(0, "scored")], [trajectory(*calls)], policy_version=0)
+    assert metrics["rollout/entropy"] == pytest.approx((0.1 + 0.2 + 0.1) / 3)
+
+
 def test_lengths_and_staleness_by_hand() -> None:
     calls = (transition([1], [2, 3], version=4), transition([1], [2, 3, 4, 5], version=5))
     metrics = rollout_metrics([_rollout(0, "scored", reward=1.0)], [trajectory(*calls)], 6)

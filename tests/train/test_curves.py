@@ -40,7 +40,7 @@ def test_results_come_before_internals_and_empty_panels_are_left_out() -> None:
     row = {
         "step": 0,
         "time/train_s": 1.0,
-        "train/entropy": 1.0,
+        "rollout/entropy": 1.0,
         "train/tokens_per_s": 9.0,
         "rollout/agent_f1_mean": 0.5,
         "eval/agent_hops_mean": 2.0,
@@ -55,7 +55,7 @@ def test_results_come_before_internals_and_empty_panels_are_left_out() -> None:
         "rollout/agent_hops_mean",
         SAMPLED_PER_S,
     ]
-    assert [panel.metrics[0] for panel in internals] == ["train/entropy", "time/rollout_s"]
+    assert [panel.metrics[0] for panel in internals] == ["rollout/entropy", "time/rollout_s"]
 
 
 def test_numbers_of_the_agent_beyond_the_limit_are_counted() -> None:

@@ -71,7 +71,7 @@ def test_sequences_that_no_row_holds_are_told_of_once(caplog: pytest.LogCaptureF
 
 
 def test_failed_rollouts_are_told_with_the_step() -> None:
-    row = {"eval/reward_mean": 0.25, "eval/num_agent_failures": 0.0, "train/entropy": 1.23456}
+    row = {"eval/reward_mean": 0.25, "eval/num_agent_failures": 0.0, "rollout/entropy": 1.23456}
     assert summary(row) == "eval 0.25 entropy 1.23"
     row |= {"eval/num_agent_failures": 2.0, "rollout/num_infrastructure_failures": 1.0}
     assert summary(row) == "eval 0.25 entropy 1.23 failed 3"

@@ -79,6 +79,6 @@ def mask(low: float = 0.5, high: float = 2.0) -> Correction:
 
 
 CORRECTIONS: dict[str, Callable[[AlgorithmConfig], Correction]] = {
-    "truncate": lambda a: truncate(a.correction_high),
-    "mask": lambda a: mask(a.correction_low, a.correction_high),
+    "truncate": lambda a: truncate(a.correction_bounds[1]),
+    "mask": lambda a: mask(*a.correction_bounds),
 }

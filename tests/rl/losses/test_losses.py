@@ -247,6 +247,18 @@ def test_masking_by_token_and_by_sequence(level, gradient, share):
     assert metrics["train/correction_masked_share"] == share
 
 
+def test_the_bounds_of_a_mean_ratio_bind():
+    """Two calls whose tokens are 0.5 % and 5 % more likely now, by default bounds."""
+    _, found, _ = loss_of(
+        row(*(-1 + LN(r) for r in (1.005, 1.005, 1.05, 1.05))),
+        one_row([-1.0] * 4, [1.0] * 4, [1.0] * 4, calls=[0, 0, 1, 1]),
+        loss="reinforce",
+        correction="mask",
+        correction_level="sequence_mean",
+    )
+    np.testing.assert_allclose(found, [[-1.005, -1.005, 0, 0]], atol=1e-5)
+
+
 def test_a_loss_with_the_behavior_ratio_is_masked_and_not_multiplied():
     # Of the ratios 1.5 and 3, only the first is in [0.5, 2]. It keeps its own gradient, -1.5.
     batch = one_row([-1.0, -1.0], [1.0, 1.0], [1.0, 1.0])
@@ -259,7 +271,10 @@ KNOBS = (
     {"loss": "gspo"},
     {"loss": "cispo", "kl_coef": 0.1, "kl_in": "reward"},
     {"loss": "reinforce", "correction": "truncate", "correction_level": "sequence"},
-    {"proximal": "old", "correction": "mask", "correction_level": "sequence_mean"},
+    {
+        **{"proximal": "old", "correction": "mask", "correction_level": "sequence_mean"},
+        **{"correction_low": 0.5, "correction_high": 2.0},
+    },
 )
 
 

@@ -11,7 +11,7 @@ const NUM_LARGE = 2;
 const CHARTS = [
   ["reward of training rollouts", ["rollout/reward_mean"]],
   ["greedy reward on dev tasks", ["eval/reward_mean"]],
-  ["entropy", ["train/entropy"]],
+  ["entropy", ["rollout/entropy", "train/entropy"]],
   ["tokens of a response", ["rollout/response_tokens_mean"]],
   ["tokens trained a second", ["train/tokens_per_s"]],
   ["tokens sampled in a step", ["serve/tokens_generated", "rollout/response_tokens"]],
