@@ -49,6 +49,8 @@ class ModelConfig(Section):
     # Variables for the chat template, such as `enable_thinking: false` of Qwen3. Requests may
     # override them. They become part of the exported policy's template.
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # Format in which the model writes tool calls. None: that of the family whose template it has.
+    tool_format: Literal["hermes", "smollm", "llama3"] | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:

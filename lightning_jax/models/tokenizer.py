@@ -33,9 +33,11 @@ class Tokenizer:
         template: str | None = None,
         eos_ids: Iterable[int] = (),
         special_tokens: Mapping[str, str] | None = None,
+        tool_format: str = "",
     ) -> None:
         self._backend = backend
         self.template = template
+        self.tool_format = tool_format  # that the model writes calls in; "": known by its template
         self.special_tokens = dict(special_tokens or {})  # "eos_token" -> "<|im_end|>" and such
         self.eos_ids = frozenset(eos_ids)  # any of them ends a response
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -50,7 +52,10 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the caches."""
-        return _unpickle, (self.to_json(), self.template, self.eos_ids, self.special_tokens)
+        return _unpickle, (
+            *(self.to_json(), self.template, self.eos_ids, self.special_tokens),
+            self.tool_format,
+        )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text, without adding any, and cache recent texts.
@@ -132,13 +137,16 @@ class Tokenizer:
             kwargs=kwargs,
         )
 
-    def with_template(self, template: str) -> "Tokenizer":
-        """Return the same vocabulary with another chat template."""
+    def with_chat(
+        self, *, template: str | None = None, tool_format: str | None = None
+    ) -> "Tokenizer":
+        """Return the same vocabulary with another chat template or format of tool calls."""
         return Tokenizer(
             self._backend,
-            template=template,
+            template=self.template if template is None else template,
             eos_ids=self.eos_ids,
             special_tokens=self.special_tokens,
+            tool_format=self.tool_format if tool_format is None else tool_format,
         )
 
     @functools.cached_property
@@ -173,13 +181,18 @@ class Tokenizer:
 
 
 def _unpickle(
-    backend: str, template: str | None, eos_ids: Iterable[int], special_tokens: Mapping[str, str]
+    backend: str,
+    template: str | None,
+    eos_ids: Iterable[int],
+    special_tokens: Mapping[str, str],
+    tool_format: str = "",
 ) -> Tokenizer:
     return Tokenizer(
         tokenizers.Tokenizer.from_str(backend),
         template=template,
         eos_ids=eos_ids,
         special_tokens=special_tokens,
+        tool_format=tool_format,
     )
 
 

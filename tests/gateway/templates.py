@@ -76,4 +76,4 @@ TEMPLATES |= {"qwen3-hybrid": QWEN3_HYBRID, "llama3": LLAMA3}
 
 def tokenizer_with(template: str) -> Tokenizer:
     """Return the tiny tokenizer with another template."""
-    return tiny_tokenizer().with_template(template)
+    return tiny_tokenizer().with_chat(template=template)

@@ -37,6 +37,11 @@ def _sampled(rng: random.Random, form: ToolFormat, tokenizer: Tokenizer) -> tupl
         if rng.random() < 0.5:  # unlike json.dumps
             written = written.replace('": ', '" :  ').replace("}", " }")
         text = text + written if form.begin else written
+        if form.begin and rng.random() < 0.2:  # without its marks
+            written = "\n".join(
+                json.dumps({"name": name, "arguments": values}) for name, values in calls
+            )
+            text = rng.choice([written, f"```json\n{written}\n```"])
     if rng.random() < 0.1:
         text += "<tool_call>{broken"
     ids = tokenizer.encode(text, special=False)
@@ -47,7 +52,7 @@ def _sampled(rng: random.Random, form: ToolFormat, tokenizer: Tokenizer) -> tupl
 
 
 def _answer(prompt: Rendered, ids: tuple[int, ...], form: ToolFormat, text: str) -> Answer:
-    parser, builder = ToolCallParser(form), AnswerBuilder(0)
+    parser, builder = ToolCallParser(form, offered={"search", "add"}), AnswerBuilder(0)
     builder.add(parser.push(text), None)
     builder.add(parser.finish(), None)
     zeros = (0.0,) * len(ids)

@@ -157,7 +157,7 @@ def test_variables_reach_a_template_and_override_its_defaults():
 
 
 def test_transformers_uses_the_defaults_of_a_saved_template(tmp_path):
-    TINY.with_template(with_defaults(READS_KWARGS + CHATML, KWARGS)).save(tmp_path)
+    TINY.with_chat(template=with_defaults(READS_KWARGS + CHATML, KWARGS)).save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for kwargs in ({}, {"flag": True}):
         assert theirs.apply_chat_template(

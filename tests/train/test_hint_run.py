@@ -210,7 +210,9 @@ def test_special_tokens_in_a_hint_are_ordinary_text(file: Path):
 
 
 def test_a_template_that_ends_messages_with_text_is_refused():
-    plain = TOKENIZER.with_template("{% for m in messages %}{{ m['content'] }} END {% endfor %}")
+    plain = TOKENIZER.with_chat(
+        template="{% for m in messages %}{{ m['content'] }} END {% endfor %}"
+    )
     with raises_coded(HintError, "unsupported", "distill.hint"):
         end_of_message(plain)
 

@@ -6,6 +6,9 @@
 Text that may become a call is held until the call is complete, because text that was sent to a
 client cannot be withdrawn. So a malformed call comes out as plain text. If a grammar guarantees the
 call, its arguments are sent as they are generated.
+
+Some models of a family write the object without its marks, or in a fenced block (Qwen2.5-Coder). An
+answer that is nothing else, with the names of offered tools, is calls as well.
 """
 
 import ast
@@ -100,6 +103,8 @@ class ToolCallParser:
             return []  # the end of a guaranteed call is not text
         if not self._begin and self._may_be_bare(held):
             return self._calls_or_text(held, held)
+        if self._may_be_unmarked(held):
+            return self._unmarked(held)
         if self._inside:  # the closing mark is missing, but the call may be complete
             return self._calls_or_text(held, self._begin + held)
         return [TextPiece(held)]
@@ -117,6 +122,8 @@ class ToolCallParser:
     def _advance_outside(self) -> Iterator[Piece]:
         """Emit text up to an opening mark, or up to the possible start of one."""
         at = self._held.find(self._begin)
+        if at < 0 and self._may_be_unmarked(self._held):
+            return
         if at >= 0:
             text, self._held = self._held[:at], self._held[at + len(self._begin) :]
             self._inside = True
@@ -182,6 +189,18 @@ class ToolCallParser:
             begun.startswith(start) or start.startswith(begun) for start in self._form.starts
         )
 
+    def _may_be_unmarked(self, text: str) -> bool:
+        """Return True if the answer so far may be calls of offered tools without their marks."""
+        is_first = not (self._text_seen or self._count or self._inside or self._guaranteed)
+        return is_first and bool(self._begin and self._offered and _UNMARKED.fullmatch(text))
+
+    def _unmarked(self, text: str) -> list[Piece]:
+        """Return the calls of a whole answer, or all of it as text."""
+        calls = parse_calls(_without_fence(text), self._form, needs_arguments=True)
+        if not calls or not self._knows(calls):
+            return [TextPiece(text)]
+        return self._calls_or_text(_without_fence(text), text)
+
     def _calls_or_text(self, body: str, as_text: str) -> list[Piece]:
         calls = parse_calls(body, self._form)
         if calls and not self._begin and not self._knows(calls):
@@ -203,6 +222,16 @@ class ToolCallParser:
         if self._at_most is not None and self._count + len(calls) > self._at_most:
             return False
         return self._allowed is None or all(name in self._allowed for name, _ in calls)
+
+
+# Start of an answer that may be calls alone: a JSON object, also in a fenced block.
+_UNMARKED = re.compile(r"\s*(?:`{0,3}|```(?:j|js|jso|json)?\s*(?:\{.*)?|\{.*)", re.DOTALL)
+_FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
+
+
+def _without_fence(text: str) -> str:
+    found = _FENCED.fullmatch(text)
+    return found[1] if found else text
 
 
 # Start of a call as grammars write it, with the name first.
@@ -256,9 +285,13 @@ class _ArgumentsStream:
             self._depth -= 1
 
 
-def parse_calls(body: str, form: ToolFormat) -> list[tuple[str, str]]:
+def parse_calls(
+    body: str, form: ToolFormat, *, needs_arguments: bool = False
+) -> list[tuple[str, str]]:
     """Return (name, arguments as JSON text) of each call, or [] if any part of the text is not a
     call.
+
+    With `needs_arguments`, neither is an object without them.
     """
     text = body.strip().removeprefix("<|python_tag|>").strip()
     if form.pythonic and text.startswith("["):
@@ -271,9 +304,15 @@ def parse_calls(body: str, form: ToolFormat) -> list[tuple[str, str]]:
         except (ValueError, RecursionError):
             return []
         found += value if isinstance(value, list) else [value]
+        if needs_arguments and not all(_has_arguments(value) for value in found):
+            return []
         text = text[end:].lstrip(" \n\r\t;,")
     calls = [_call(value) for value in found]
     return [call for call in calls if call] if all(calls) else []
+
+
+def _has_arguments(value: Any) -> bool:
+    return isinstance(value, dict) and bool({"arguments", "parameters"} & value.keys())
 
 
 def _call(value: Any) -> tuple[str, str] | None:

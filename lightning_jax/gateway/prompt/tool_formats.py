@@ -65,8 +65,11 @@ _SIGNS = (("<tool_call>", HERMES), ("<|start_header_id|>", LLAMA3))
 
 
 def format_of(tokenizer: Tokenizer) -> ToolFormat:
-    """Return the format that the model's chat template was made for, or SmolLM's if it is not
-    known.
+    """Return the format that `model.tool_format` names.
+
+    Without one it is that of the family whose chat template the model has, or SmolLM's.
     """
+    if tokenizer.tool_format:
+        return FORMATS[tokenizer.tool_format]
     template = tokenizer.template or ""
     return next((form for sign, form in _SIGNS if sign in template), SMOLLM)

@@ -49,15 +49,18 @@ def load_model(
     *,
     chat_template: str | Path | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tool_format: str | None = None,
 ) -> LoadedModel:
     """Load the named model in `dtype` into host memory, because one device may be too small.
 
     `activation_dtype` is set in the model's config. `chat_template` is a file to use instead of
     the model's own template, and `chat_template_kwargs` has values for the template's variables.
+    `tool_format` names the format of its tool calls, by default that of the template's family.
     Raises ModelError, whose one sentence says what to do.
     """
     started = time.monotonic()
-    with_chat = partial(_with_chat, file=chat_template, kwargs=chat_template_kwargs or {})
+    chat = {"file": chat_template, "kwargs": chat_template_kwargs or {}, "tool_format": tool_format}
+    with_chat = partial(_with_chat, **chat)
     if name == TINY:
         config, vocabulary = tiny.tiny_config(), with_chat(tiny_tokenizer())
         params = init_params(config, jax.random.key(0), dtype)
@@ -95,16 +98,23 @@ def load_configured(settings: ModelConfig) -> LoadedModel:
         settings.activation_dtype,
         chat_template=settings.chat_template,
         chat_template_kwargs=settings.chat_template_kwargs,
+        tool_format=settings.tool_format,
     )
 
 
 def _with_chat(
-    vocabulary: Tokenizer, *, file: str | Path | None, kwargs: Mapping[str, Any]
+    vocabulary: Tokenizer,
+    *,
+    file: str | Path | None,
+    kwargs: Mapping[str, Any],
+    tool_format: str | None,
 ) -> Tokenizer:
-    """Return the tokenizer with the template and the variables of the settings.
+    """Return the tokenizer with the template, its variables and the tool format of the settings.
 
     Raises ModelError if the file or a variable cannot be used.
     """
+    if tool_format is not None:
+        vocabulary = vocabulary.with_chat(tool_format=tool_format)
     template = vocabulary.template
     if file is not None:
         template = read_chat_template(file)
@@ -118,7 +128,7 @@ def _with_chat(
     if template is None or (file is None and not kwargs):
         return vocabulary
     try:
-        return vocabulary.with_template(templates.with_defaults(template, kwargs))
+        return vocabulary.with_chat(template=templates.with_defaults(template, kwargs))
     except templates.TemplateError as error:
         key = "model.chat_template" if error.key is None else "model.chat_template_kwargs"
         raise ModelError(f"{key}: {error}", reason=error.reason, key=key) from error

@@ -26,7 +26,7 @@ def _assistant(text: str) -> dict[str, Any]:
 
 
 def _with_template(template: str) -> Tokenizer:
-    return TOKENIZER.with_template(template)
+    return TOKENIZER.with_chat(template=template)
 
 
 def test_without_memory_it_is_the_templates_text() -> None:
@@ -113,7 +113,7 @@ def test_variables_of_the_template_are_part_of_a_calls_identity() -> None:
     other = render(turns, None, tokenizer, memory, kwargs=plain)
     assert tokenizer.decode(other.token_ids).startswith("dry: ") and 200 in other.token_ids
     assert (other.replayed, other.breaks) == (1, 1)
-    defaults = tokenizer.with_template(with_defaults(tokenizer.template or "", warm))
+    defaults = tokenizer.with_chat(template=with_defaults(tokenizer.template or "", warm))
     assert render([USER], None, defaults).token_ids == first.token_ids
     dry = render([USER], None, defaults, kwargs={"tone": "dry"})
     assert dry.token_ids == render([USER], None, tokenizer).token_ids

@@ -2,7 +2,9 @@
 
 import itertools
 import json
-from typing import Any
+import pickle
+from collections.abc import Collection
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -16,7 +18,16 @@ from lightning_jax.gateway.prompt.tool_calls import (
     ToolCallParser,
     parse_calls,
 )
-from lightning_jax.gateway.prompt.tool_formats import FORMATS, HERMES, LLAMA3, SMOLLM, ToolFormat
+from lightning_jax.gateway.prompt.tool_formats import (
+    FORMATS,
+    HERMES,
+    LLAMA3,
+    SMOLLM,
+    ToolFormat,
+    format_of,
+)
+from lightning_jax.models.config import ModelConfig
+from lightning_jax.models.tiny_tokenizer import tiny_tokenizer
 
 CALLS: list[tuple[str, Any]] = [
     ("f", {"a": 1, "b": ["}", '"', "\\"]}),
@@ -24,8 +35,14 @@ CALLS: list[tuple[str, Any]] = [
 ]
 
 
-def _run(text: str, form: ToolFormat, cuts: list[int], guaranteed: bool = False) -> list[Piece]:
-    parser = ToolCallParser(form, guaranteed=guaranteed)
+def _run(
+    text: str,
+    form: ToolFormat,
+    cuts: list[int],
+    guaranteed: bool = False,
+    offered: Collection[str] | None = None,
+) -> list[Piece]:
+    parser = ToolCallParser(form, guaranteed=guaranteed, offered=offered)
     offsets = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     pieces = []
     for start, end in itertools.pairwise(offsets):
@@ -176,3 +193,68 @@ def test_arguments_that_no_client_can_send_back_are_no_call(value: str) -> None:
     assert parse_calls(f'{{"name": "f", "arguments": {{"a": {value}}}}}', LLAMA3) == []
     plain = value.replace("NaN", "-1e999")
     assert parse_calls(f"[f(a={plain})]", LLAMA3) == []
+
+
+CODER = [  # as Qwen2.5-Coder-0.5B-Instruct writes a call, without the marks of its template
+    '{"name": "f", "arguments": {"a": 1}}',
+    '\n{"name": "f", "arguments": {"a": 1}}\n',
+    '```json\n{"name": "f", "arguments": {"a": 1}}\n```',
+    '```\n{"name": "f", "arguments": {"a": 1}}\n```\n',
+]
+
+
+@pytest.mark.parametrize("form", [HERMES, SMOLLM], ids=["hermes", "smollm"])
+@pytest.mark.parametrize("text", CODER)
+@given(cuts=cuts)
+def test_calls_without_marks_are_calls_of_offered_tools(
+    text: str, form: ToolFormat, cuts: list[int]
+) -> None:
+    assert _whole(_run(text, form, cuts, offered={"f", "g"})) == ("", [("f", {"a": 1})])
+    assert _whole(_run(text, form, cuts, offered={"g"})) == (text, [])  # an answer in JSON
+    two = f"{CODER[0]}\n{CODER[0].replace('f', 'g', 1)}"
+    assert [name for name, _ in _whole(_run(two, form, cuts, offered={"f", "g"}))[1]] == ["f", "g"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Sure: {CODER[0]}",
+        f"{CODER[0]} and more",
+        '{"name": "f"}',
+        '{"name": "f", "arguments": [1]}',
+        '{"a": {"name": "f"}}',
+        "```python\nf(a=1)\n```",
+        '```json\n{"rows": [1, 2]}\n```',
+        "``",
+        "{",
+        "",
+    ],
+)
+@given(cuts=cuts)
+def test_an_answer_that_is_more_than_calls_stays_text(text: str, cuts: list[int]) -> None:
+    assert _whole(_run(text, HERMES, cuts, offered={"f"})) == (text, [])
+
+
+def test_marks_win_over_an_answer_that_begins_like_a_call() -> None:
+    text = '{"note": 1}\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert _whole(_run(text, HERMES, [3, 14], offered={"f"})) == ('{"note": 1}\n', [("f", {})])
+
+
+def test_unmarked_calls_that_a_request_does_not_allow_are_counted() -> None:
+    parser = ToolCallParser(HERMES, offered={"f", "g"}, allowed=("g",))
+    pieces = [*parser.push(CODER[0]), *parser.finish()]
+    assert (_whole(pieces), parser.malformed) == ((CODER[0], []), 1)
+
+
+def test_text_is_sent_at_once_where_it_cannot_be_a_call() -> None:
+    parser = ToolCallParser(HERMES, offered={"f"})
+    assert parser.push("```sql\nSELECT") == [TextPiece("```sql\nSELECT")]
+
+
+def test_a_format_can_be_named() -> None:
+    named = get_args(get_args(get_type_hints(ModelConfig)["tool_format"])[0])
+    assert set(named) == FORMATS.keys()
+    tokenizer = tiny_tokenizer()
+    assert format_of(tokenizer) is SMOLLM
+    chosen = pickle.loads(pickle.dumps(tokenizer.with_chat(tool_format="llama3")))
+    assert format_of(chosen) is LLAMA3

@@ -293,7 +293,7 @@ def test_a_model_like_another_has_its_shape_and_vocabulary(tmp_path):
     _assert_equal(load_like(TINY, str(tmp_path / "same")), other)
     half = load_model(str(tmp_path / "same"), "bfloat16")
     _assert_equal(load_like(half, str(tmp_path / "same")), half)
-    dry = dataclasses.replace(TINY, tokenizer=TINY.tokenizer.with_template("dry"))
+    dry = dataclasses.replace(TINY, tokenizer=TINY.tokenizer.with_chat(template="dry"))
     assert load_like(dry, str(tmp_path / "same")).tokenizer.template == "dry"
     save_hf(tmp_path / "shape", tiny_model(num_layers=1))
     with raises_coded(ModelError, "mismatch", "shape"):
