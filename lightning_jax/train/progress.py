@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from tqdm import tqdm
@@ -14,13 +14,18 @@ REDRAW_EVERY_S = 1.0
 LOG_EVERY_S = 15.0
 
 
+def count_tokens(stats: Mapping[str, float]) -> tuple[float, float]:
+    """Return the tokens sampled and the prompt tokens read, by a gateway's counters."""
+    return stats.get("serve/tokens_generated", 0.0), stats.get("serve/prefill_tokens", 0.0)
+
+
 class Progress:
     """Phases of a run, such as a step's rollouts and an evaluation beside them, and how far.
 
-    `num_tokens` returns the tokens sampled so far.
+    `num_tokens` returns the tokens sampled so far, and those of prompts read so far.
     """
 
-    def __init__(self, num_tokens: Callable[[], float]) -> None:
+    def __init__(self, num_tokens: Callable[[], tuple[float, float]]) -> None:
         self._num_tokens = num_tokens
         self._phases: dict[str, tuple[int, int]] = {}  # finished rollouts, and all of them
         self.begin("start")
@@ -38,15 +43,16 @@ class Progress:
         self._phases[phase] = (min(done + 1, total), total)
 
     def line(self) -> str:
-        """Return such as `train 0: 12 of 48 rollouts, eval 0: 0 of 60, 310 tokens/s, 14 s`."""
+        """Return such as `train 0: 12 of 48 rollouts, 310 tokens/s, 900 prompt tokens/s, 14 s`."""
         seconds = time.monotonic() - self._started
         parts, word = [], " rollouts"
         for phase, (done, total) in self._phases.items():
             parts.append(f"{phase}: {done} of {total}{word}" if total else phase)
             word = "" if total else word
         if not word:
-            rate = (self._num_tokens() - self._tokens) / max(seconds, 1e-3)
-            parts.append(f"{rate:.0f} tokens/s")
+            counts = zip(self._num_tokens(), self._tokens, strict=True)
+            sampled, read = ((now - before) / max(seconds, 1e-3) for now, before in counts)
+            parts.append(f"{sampled:.0f} tokens/s, {read:.0f} prompt tokens/s")
         return ", ".join([*parts, f"{seconds:.0f} s"])
 
 

@@ -239,7 +239,12 @@ class Replica:
         return self._trained_by(self.step)
 
     def _trained_by(self, step: int) -> tuple[PolicyScope, ...]:
-        """Return the scopes of the weights that this step changes. The warm-up trains all."""
+        """Return the scopes of the weights that this step changes. The warm-up trains all.
+
+        A run without steps trains none, so that it holds no moments.
+        """
+        if self.config.total_steps == 0:
+            return ()
         is_warmup = step < self.config.warmup.num_steps
         return tuple(scope for scope in self.scopes if is_warmup or scope.trains)
 
@@ -290,7 +295,8 @@ class Replica:
         earlier attempt may have had other weights.
         """
         reference: list[Params | None] = [None] * len(self.scopes)
-        if not self.config.algorithm.has_reference or self.phase == "warmup":
+        has_one = self.config.algorithm.has_reference and self.config.total_steps > 0
+        if not has_one or self.phase == "warmup":
             return reference
         states = [self.states[scope.index] for scope in self._learning]
         begins = self.step == self.config.warmup.num_steps

@@ -126,7 +126,8 @@ async def _save_at_end(run: Run, steps: Coroutine[Any, Any, None]) -> None:
     except (BrokenAgent, TooManyFailures):
         await _save_progress(run)
         raise
-    await run.save()
+    if run.config.total_steps:  # else there are no moments, which a longer run would miss
+        await run.save()
 
 
 async def _save_progress(run: Run) -> None:

@@ -17,17 +17,28 @@ def numbers(line: str) -> list[int]:
 
 def test_rollouts_and_tokens_of_the_phase_are_counted() -> None:
     num_tokens = 100.0
-    progress = Progress(lambda: num_tokens)
+    progress = Progress(lambda: (num_tokens, 0.0))
     progress.begin("train 3", 5)
     for _ in range(2):
         progress.advance("train 3")
-    assert progress.line().startswith("train 3: ") and numbers(progress.line()) == [3, 2, 5, 0, 0]
+    assert progress.line().startswith("train 3: ")
+    assert numbers(progress.line()) == [3, 2, 5, 0, 0, 0]
     progress.begin("eval 3", 1)
-    assert numbers(progress.line()) == [3, 2, 5, 3, 0, 1, 0, 0]
+    assert numbers(progress.line()) == [3, 2, 5, 3, 0, 1, 0, 0, 0]
     for phase in ("train 3", "eval 3", "train 3", "train 3"):
         progress.advance(phase)
     progress.begin("update 3")
     assert numbers(progress.line()) == [3, 0]
+
+
+def test_prompts_count_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading long prompts takes a minute on a CPU, in which nothing is sampled."""
+    now, counts = [0.0], [(100.0, 50.0)]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    progress = Progress(lambda: counts[0])
+    progress.begin("eval 0", 4)
+    now[0], counts[0] = 10.0, (120.0, 3050.0)
+    assert numbers(progress.line()) == [0, 0, 4, 2, 300, 10]
 
 
 async def test_without_a_terminal_the_line_is_logged_at_times(
@@ -35,7 +46,7 @@ async def test_without_a_terminal_the_line_is_logged_at_times(
 ) -> None:
     caplog.set_level(logging.INFO, "lightning_jax")
     monkeypatch.setattr(progress_module, "LOG_EVERY_S", 0.01)
-    progress = Progress(lambda: 0.0)
+    progress = Progress(lambda: (0.0, 0.0))
     async with show_progress(progress, tqdm(disable=True)):
         while len(caplog.records) < 3:
             await asyncio.sleep(0.01)

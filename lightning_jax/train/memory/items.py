@@ -60,14 +60,13 @@ def state_items(
     moments = MemoryItem("optimizer moments", weights + first, _MORE_DEVICES + half)
     number = len(config.weight_scopes)
     num_trained = sum(scope.trains for scope in config.weight_scopes)
-    items = [
-        MemoryItem("weights in float32", weights, _MORE_DEVICES).times(number),
-        moments.times(number if warmup.num_steps else num_trained),
-    ]
+    items = [MemoryItem("weights in float32", weights, _MORE_DEVICES).times(number)]
+    if config.total_steps:
+        items.append(moments.times(number if warmup.num_steps else num_trained))
     if frozen := weight_bytes(model, mesh, jnp.dtype(config.model.dtype), frozen_part):
         use = ", shared with serving" if shares_base else " for training"
         items.append(MemoryItem(f"frozen weights{use}", frozen, _MORE_DEVICES))
-    if algorithm.has_reference:
+    if algorithm.has_reference and config.total_steps:
         without = "algorithm.loss to clip" if algorithm.loss == "dpo" else "algorithm.kl_coef to 0"
         reference = MemoryItem("reference policy", weights, f"Set {without}")
         items.append(reference.times(num_trained))

@@ -114,7 +114,7 @@ def _moments(
     """
     if config.cluster.samplers:  # nothing serves here
         kept = state_items(model, config, training, shares_base=False)
-        moments = {"an update": kept + step_items(model, config, training) + here}
+        moments = {_busiest(config): kept + _update_items(model, config, training) + here}
         if here:
             moments["publishing"] = [*kept, sent_item(model, config), *here]
             moments["a checkpoint"] = [*kept, *here, checkpoint_item(kept)]
@@ -128,7 +128,7 @@ def _moments(
     kept = trained + served if shared else trained
     cast, new = publish_items(model, config, training, serving)
     moments = {
-        "an update": kept + step_items(model, config, training) + here,
+        _busiest(config): kept + _update_items(model, config, training) + here,
         "publishing": [*kept, cast, *([new] if shared else []), *here],
     }
     if here:
@@ -137,6 +137,15 @@ def _moments(
     if not shared:
         moments["publishing, on the serving devices"] = [*served, new, *here]
     return moments
+
+
+def _busiest(config: Config) -> str:
+    return "an update" if config.total_steps else "rollouts"
+
+
+def _update_items(model: DecoderConfig, config: Config, training: Mesh) -> list[MemoryItem]:
+    """Return `step_items`, or nothing for a run that only evaluates."""
+    return step_items(model, config, training) if config.total_steps else []
 
 
 def plan_run(config: Config) -> Plan:

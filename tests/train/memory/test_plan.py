@@ -294,3 +294,13 @@ def test_the_tpu_settings_fit_their_chips() -> None:
 def test_known_shapes_have_as_many_parameters_as_published() -> None:
     assert num_params(SHAPES["Qwen/Qwen2.5-1.5B-Instruct"]) == pytest.approx(1.54e9, rel=0.01)
     assert num_params(SHAPES["Qwen/Qwen3-8B"]) == pytest.approx(8.2e9, rel=0.01)
+
+
+def test_a_run_without_steps_plans_no_update() -> None:
+    whole = Config(num_steps=1)
+    model = load_shape("smollm2-135m-instruct")
+    for algorithm in (AlgorithmConfig(), AlgorithmConfig(kl_coef=0.1)):
+        config = Config(num_steps=0, algorithm=algorithm)
+        names = {item.name for item in plan.make_plan(model, config).items}
+        assert not names & {"optimizer moments", "gradients", "activations", "reference policy"}
+        assert plan.make_plan(model, config).total < plan.make_plan(model, whole).total
