@@ -313,8 +313,8 @@ def merge_updates(updates: Sequence[Metrics]) -> Metrics:
     the first update, whose weights did the sampling.
     """
     row = {"train/num_updates": float(len(updates))}
-    for name in updates[0]:
-        values = [update[name] for update in updates]
+    for name in dict.fromkeys(itertools.chain(*updates)):
+        values = [update[name] for update in updates if name in update]
         if name == "train/mismatch_kl":
             row[name] = values[0]
         elif is_maximum(name):

@@ -31,6 +31,7 @@ from lightning_jax.train.memory.host import (
 )
 from lightning_jax.train.memory.items import (
     MemoryItem,
+    named_items,
     publish_items,
     serving_items,
     state_items,
@@ -112,9 +113,10 @@ def _moments(
 
     `here` is what a process holds beside the arrays, if the devices are its CPUs.
     """
+    named = named_items(config, training)
     if config.cluster.samplers:  # nothing serves here
         kept = state_items(model, config, training, shares_base=False)
-        moments = {"an update": kept + step_items(model, config, training) + here}
+        moments = {"an update": [*kept, *named, *step_items(model, config, training), *here]}
         if here:
             moments["publishing"] = [*kept, sent_item(model, config), *here]
             moments["a checkpoint"] = [*kept, *here, checkpoint_item(kept)]
@@ -128,7 +130,7 @@ def _moments(
     kept = trained + served if shared else trained
     cast, new = publish_items(model, config, training, serving)
     moments = {
-        "an update": kept + step_items(model, config, training) + here,
+        "an update": [*kept, *named, *step_items(model, config, training), *here],
         "publishing": [*kept, cast, *([new] if shared else []), *here],
     }
     if here:
