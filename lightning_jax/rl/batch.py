@@ -1,6 +1,6 @@
 """Records of packed training data: batches and their targets, on a host or device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
@@ -20,11 +20,24 @@ class StateBatch:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class TopTokens:
+    """Tokens that a teacher finds likeliest after a node, at the index of the distinct target."""
+
+    ids: Leaf  # int32 [B, R, K]
+    # float32 [B, R, K], at the temperature of the call; `losses.distill.NO_TOKEN` where there are
+    # fewer than K
+    logprobs: Leaf
+    kl: str = field(metadata={"static": True})  # forward or reverse; see losses/distill.py
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TeacherBatch:
     """Scores of a batch's targets by a teacher, at the index of the target."""
 
-    logprobs: Leaf  # float32 [B, R], at the temperature of the call
-    coefs: Leaf  # float32 [B, R], weight of the teacher's advantage; 0 where it scored nothing
+    logprobs: Leaf  # float32 [B, R], of the sampled token, at the temperature of the call
+    coefs: Leaf  # float32 [B, R], weight of the teacher; 0 where it scored nothing
+    top: Leaf = None  # TopTokens; None: only the sampled tokens were scored
 
 
 @jax.tree_util.register_dataclass

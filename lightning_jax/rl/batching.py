@@ -3,18 +3,17 @@
 Each shared token appears once, and each sampled token is one target.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.batch import Batch, DistinctTargets, StateBatch, TeacherBatch
+from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.config import BatchConfig
-from lightning_jax.rl.packing import Path, PathForest, Row, common_prefix, pack_rows
+from lightning_jax.rl.packing import Path, PathForest, Row, pack_rows
+from lightning_jax.rl.rows import Contents, empty_row, fill_row
 from lightning_jax.rl.sequence import StateValues, TrainingSequence
 from lightning_jax.rl.token_weights import token_weights, weigh_states
 from lightning_jax.types import Advantage, Trajectory
@@ -117,18 +116,14 @@ def make_batches(
     kept.sort(key=lambda pair: (pair[1].adapter or 0, _read_ids(pair[1])))
     paths = [np.asarray(_read_ids(sequence), np.int32) for _, sequence in kept]
     rows = _pack(paths, [sequence for _, sequence in kept], config)
-    has_states = any(sequence.states is not None for sequence in sequences)
-    has_adapters = any(sequence.adapter is not None for sequence in sequences)
-    is_tempered = any(sequence.temperature != 1.0 for sequence in sequences)
-    is_taught = any(sequence.teacher_logprobs for sequence in sequences)
-    empty = functools.partial(_empty_row, config, has_states, has_adapters, is_tempered, is_taught)
-    filled = [_fill_row(empty(), row, kept, paths) for row in rows]
+    contents = Contents.of(sequences)
+    filled = [fill_row(empty_row(config, contents), row, kept, paths) for row in rows]
     # Sorting puts rows with similar numbers of pairs together, so their empty head chunks coincide.
     filled.sort(key=_num_distinct, reverse=True)
     batches = []
     for start in range(0, len(filled), config.rows):
         some = filled[start : start + config.rows]
-        some += [empty() for _ in range(config.rows - len(some))]
+        some += [empty_row(config, contents) for _ in range(config.rows - len(some))]
         batches.append(jax.tree.map(lambda *leaves: np.stack(leaves), *some))
     stats = _stats(paths, rows, config, num_nodes=len(batches) * config.rows * config.row_len)
     stats["train/num_distinct_targets"] = float(sum(map(_num_distinct, filled)))
@@ -184,113 +179,8 @@ def _stats(
     }
 
 
-def _fill_row(
-    out: Batch,
-    row: Row,
-    sequences: Sequence[tuple[int, TrainingSequence]],
-    paths: Sequence[Path],
-) -> Batch:
-    """Write the row's sequences into `out`, an empty row, and return it."""
-    nodes = _lay_out([paths[i] for i in row.members], out.tokens, out.positions, out.ends)
-    if out.adapters is not None:
-        out.adapters[...] = sequences[row.members[0]][1].adapter or 0
-    start, temperatures = 0, np.ones(out.target_ids.shape)
-    for i, path_nodes in zip(row.members, nodes, strict=True):
-        call, sequence = sequences[i]
-        trained = np.flatnonzero(sequence.loss_mask)
-        where = slice(start, start + len(trained))
-        # The last token of the prompt predicts the first sampled token.
-        first = len(sequence.prompt_token_ids) - 1
-        out.target_nodes[where] = path_nodes[first + trained]
-        out.target_ids[where] = np.asarray(sequence.response_token_ids)[trained]
-        out.target_mask[where] = True
-        out.target_calls[where] = call
-        out.behavior_logprobs[where] = np.asarray(sequence.behavior_logprobs)[trained]
-        out.advantages[where] = sequence.advantage
-        out.weights[where] = sequence.weight
-        temperatures[where] = sequence.temperature
-        if sequence.states is not None:
-            at = slice(start, start + len(sequence.states.positions))
-            out.states.nodes[at] = path_nodes[first + np.asarray(sequence.states.positions)]
-            out.states.values[at] = sequence.states.values
-            out.states.returns[at] = sequence.states.returns
-            out.states.weights[at] = sequence.states.weight
-        if sequence.teacher_logprobs:
-            out.teacher.logprobs[where] = np.asarray(sequence.teacher_logprobs)[trained]
-            out.teacher.coefs[where] = sequence.teacher_coef
-        start += len(trained)
-    pairs = np.stack([out.target_nodes[:start], out.target_ids[:start], temperatures[:start]])
-    distinct, target_indices = np.unique(pairs, axis=1, return_inverse=True)
-    found = slice(distinct.shape[1])
-    out.distinct.nodes[found], out.distinct.ids[found] = distinct[:2]
-    if out.distinct.temperatures is not None:
-        out.distinct.temperatures[found] = distinct[2]
-    out.distinct.of_targets[:start] = target_indices.ravel()
-    return out
-
-
 def _num_distinct(row: Batch) -> int:
     return int((row.distinct.ids >= 0).sum())
-
-
-def _empty_row(
-    config: BatchConfig, has_states: bool, has_adapters: bool, is_tempered: bool, is_taught: bool
-) -> Batch:
-    """Build a row that is all padding, with each node a tree of its own."""
-
-    def ints() -> Int[np.ndarray, " R"]:
-        return np.zeros(config.max_targets, np.int32)
-
-    def floats() -> Float[np.ndarray, " R"]:
-        return np.zeros(config.max_targets, np.float32)
-
-    return Batch(
-        tokens=np.zeros(config.row_len, np.int32),
-        positions=np.zeros(config.row_len, np.int32),
-        ends=np.arange(1, config.row_len + 1, dtype=np.int32),
-        target_nodes=ints(),
-        target_ids=ints(),
-        target_mask=np.zeros(config.max_targets, bool),
-        target_calls=ints() - 1,
-        behavior_logprobs=floats(),
-        advantages=floats(),
-        weights=floats(),
-        states=StateBatch(ints(), floats(), floats(), floats()) if has_states else None,
-        adapters=np.zeros((), np.int32) if has_adapters else None,
-        distinct=DistinctTargets(
-            nodes=ints(),
-            ids=ints() - 1,
-            of_targets=ints(),
-            temperatures=floats() + 1 if is_tempered else None,
-        ),
-        teacher=TeacherBatch(floats(), floats()) if is_taught else None,
-    )
-
-
-def _lay_out(
-    paths: Sequence[Path],
-    tokens: Int[np.ndarray, " R"],
-    positions: Int[np.ndarray, " R"],
-    ends: Int[np.ndarray, " R"],
-) -> list[Path]:
-    """Write the trie of sorted paths into a row, depth first, and return the nodes of each path.
-
-    Paths 5 6 7, 5 6 7 9 and 5 8 become tokens 5 6 7 9 8, positions 0 1 2 3 1, ends 5 4 4 4 5.
-    """
-    num_nodes, nodes, all_nodes = 0, np.zeros(0, np.int64), []
-    previous = paths[0][:0]
-    for path in paths:
-        shared = common_prefix(previous, path)
-        ends[nodes[shared:]] = num_nodes  # no later path extends these nodes
-        new = np.arange(num_nodes, num_nodes + len(path) - shared)
-        tokens[new] = path[shared:]
-        positions[new] = np.arange(shared, len(path))
-        nodes = np.concatenate([nodes[:shared], new])
-        num_nodes += len(new)
-        all_nodes.append(nodes)
-        previous = path
-    ends[nodes] = num_nodes
-    return all_nodes
 
 
 def _num_targets(sequence: TrainingSequence) -> int:

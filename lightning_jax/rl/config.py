@@ -216,15 +216,17 @@ class AlgorithmConfig(Section):
 
 
 INITIAL_TEACHER = "initial"
+TOP_K = 64  # likeliest tokens of a teacher in this process
+SERVER_TOP_K = 20  # most that vLLM gives by default, and `lightning-jax serve`
 GROUP_BASELINES = ("group_mean", "leave_one_out")  # compare the rollouts of a group
 
 
 @dataclass(frozen=True)
 class DistillConfig(Section):
-    """Distillation of a teacher into the policy, on the tokens that the policy sampled.
+    """Distillation of a teacher into the policy, at the tokens that the policy sampled.
 
-    Advantages are `reward_coef` times those of the rewards plus `coef` times, at each token, the
-    teacher's log-probability less the policy's.
+    The loss is that of the rewards, with advantages times `reward_coef`, plus `coef` times the KL
+    to the teacher in nats, with the weights of the tokens.
     """
 
     # Directory, file or hub id of a model with the policy's vocabulary, or initial: the model that
@@ -237,7 +239,16 @@ class DistillConfig(Section):
     api_key_env: str | None = None  # with a URL: environment variable with the key
     # FILE:FUNCTION, task -> text that only the teacher reads; see docs/howto/learn_from_hints.md.
     hint: FunctionRef | None = None
-    coef: NonNegative = 1.0  # weight of the teacher's advantages in the first policy step
+    # forward: KL(teacher, policy) over the teacher's likeliest tokens, which teaches what the
+    # policy never samples; reverse: KL(policy, teacher) over the same tokens; sampled: the reverse
+    # KL estimated from the sampled token alone, in the advantages.
+    kl: Literal["forward", "reverse", "sampled"] = "forward"
+    # Tokens that the teacher names at each sampled one; the others count as one. Unused by sampled.
+    # None: 64, or 20 with a URL, which is what servers allow.
+    top_k: Count | None = None
+    # Weight of the teacher in the first policy step. With forward, 1 is as strong as an advantage
+    # of 1 on tokens that the teacher would sample.
+    coef: NonNegative = 1.0
     # The same after anneal_steps policy steps, in a straight line from coef. None: coef.
     final_coef: NonNegative | None = None
     anneal_steps: Natural = 0  # policy steps from coef to final_coef
@@ -277,8 +288,15 @@ class DistillConfig(Section):
         """True if a teacher scores the sampled tokens: another model, or the policy with a hint."""
         return any(name is not None for name in (self.teacher, self.teacher_url, self.hint))
 
+    @property
+    def num_top(self) -> int:
+        """Number of likeliest tokens that the teacher names at each sampled one."""
+        if self.kl == "sampled":
+            return 0
+        return self.top_k or (TOP_K if self.teacher_url is None else SERVER_TOP_K)
+
     def coef_at(self, policy_step: int) -> float:
-        """Return the weight of the teacher's advantages in a policy step, 0 without a teacher."""
+        """Return the weight of the teacher in a policy step, 0 without a teacher."""
         if not self.has_teacher:
             return 0.0
         if self.final_coef is None:

@@ -1,8 +1,9 @@
 """Distillation on the policy's own samples: sequences that a teacher scores, and their scores.
 
 A teacher is any model with the policy's vocabulary, or the policy itself with a hint. It reads what
-the policy read, or that and a hint (`hints.py`), and says how likely it finds each token that the
-policy sampled. The loss turns the scores into advantages (`losses/distill.py`).
+the policy read, or that and a hint (`hints.py`). At each token that the policy sampled it names the
+tokens that it finds likeliest. The loss is the KL to these (`losses/distill.py`). A teacher that
+scores only the sampled tokens gives advantages instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from lightning_jax.models.sharding import batch_sharding, make_gather, put_on_mesh, to_host
@@ -18,19 +20,25 @@ from lightning_jax.models.transformer import DecoderConfig, Params
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.forward_pass import ForwardPass
+from lightning_jax.rl.logprobs import TargetScores
 from lightning_jax.rl.microbatches import by_sequence, map_bundle, measure
-from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
 from lightning_jax.types import Advantage, Metrics
 
-Scores = list[tuple[float, ...] | None]  # log-probabilities of each response; None: not scored
+Scores = list[TeacherScores | None]  # of each response; None: not scored
 
 
 def mix(
-    sequences: Sequence[TrainingSequence], *, coef: float, reward_coef: float
+    sequences: Sequence[TrainingSequence], *, coef: float, reward_coef: float, kl: str = "forward"
 ) -> list[TrainingSequence]:
-    """Return the sequences with `coef` for the teacher, and advantages times `reward_coef`."""
+    """Return the sequences with `coef` for the teacher, and advantages times `reward_coef`.
+
+    `kl` is `DistillConfig.kl`.
+    """
     return [
-        replace(item, teacher_coef=coef, advantage=_times(item.advantage, reward_coef))
+        replace(
+            item, teacher_coef=coef, teacher_kl=kl, advantage=_times(item.advantage, reward_coef)
+        )
         for item in sequences
     ]
 
@@ -43,7 +51,7 @@ def _times(advantage: Advantage, factor: float) -> Advantage:
 
 def waits_for_teacher(sequence: TrainingSequence) -> bool:
     """Return True if a teacher should score the sequence and has not."""
-    return sequence.teacher_coef > 0 and not sequence.teacher_logprobs
+    return sequence.teacher_coef > 0 and sequence.teacher_scores is None
 
 
 def with_scores(sequences: Sequence[TrainingSequence], scores: Scores) -> list[TrainingSequence]:
@@ -55,49 +63,61 @@ def with_scores(sequences: Sequence[TrainingSequence], scores: Scores) -> list[T
     return [_scored(item, next(rest)) if waits_for_teacher(item) else item for item in sequences]
 
 
-def _scored(sequence: TrainingSequence, scores: tuple[float, ...] | None) -> TrainingSequence:
+def _scored(sequence: TrainingSequence, scores: TeacherScores | None) -> TrainingSequence:
     if scores is None:
         return replace(sequence, teacher_coef=0.0)
-    return replace(sequence, teacher_logprobs=scores)
+    return replace(sequence, teacher_scores=scores)
 
 
 def teacher_metrics(sequences: Sequence[TrainingSequence]) -> Metrics:
     """Return the reverse KL to the teacher at the tokens it scored, and their share.
 
     The KL is the mean of the sampler's log-probability less the teacher's, in nats. It is left out
-    if no token was scored.
+    if no token was scored. So is the teacher's probability of the tokens it named, if it named
+    none.
     """
-    gaps = [
-        behavior - teacher
-        for item in sequences
-        if item.teacher_logprobs
-        for behavior, teacher, trained in zip(
-            item.behavior_logprobs, item.teacher_logprobs, item.loss_mask, strict=True
-        )
-        if trained
-    ]
+    gaps: list[float] = []
+    named: list[float] = []
+    for item in sequences:
+        scores, trained = item.teacher_scores, np.asarray(item.loss_mask, bool)
+        if scores is None:
+            continue
+        pairs = np.asarray([item.behavior_logprobs, scores.logprobs])[:, trained]
+        gaps += (pairs[0] - pairs[1]).tolist()
+        if scores.top is not None:
+            named += np.exp(scores.top.logprobs[trained]).sum(axis=1).tolist()
     total = sum(item.loss_mask.count(True) for item in sequences)
     metrics = {"train/teacher_share": len(gaps) / max(total, 1)}
-    return metrics | ({"train/kl_to_teacher": sum(gaps) / len(gaps)} if gaps else {})
+    means = {"train/kl_to_teacher": gaps, "train/teacher_named_mass": named}
+    return metrics | {name: sum(some) / len(some) for name, some in means.items() if some}
+
+
+def count_unscored(scores: Scores, *, by_server: bool) -> Metrics:
+    """Return the number of calls without scores.
+
+    A server refuses a sequence that is too long for it, so it left these out for their temperature.
+    """
+    number = float(scores.count(None))
+    return {"train/without_teacher": number, "train/other_temperature": by_server * number}
 
 
 @dataclass(frozen=True)
 class Scorer:
     """Forward pass of a teacher's weights over a forest, which computes shared tokens once."""
 
-    logprobs_fn: Callable[..., list[Any]]  # of `TrainFunctions`, or one of another model's
+    scores_fn: Callable[..., list[TargetScores]]  # of `TrainFunctions`, or of another model
     batch: BatchConfig
     mesh: Mesh
+    top_k: int = 0  # likeliest tokens to name at each target
 
     def __call__(self, params: Params, sequences: Sequence[TrainingSequence]) -> Scores:
-        """Return the log-probabilities of each response, 0 where a token is not trained.
+        """Return the scores of each response, at the temperature of the sequence.
 
-        They are at the temperature of the sequence. One that fits no row, with the hint in its
-        prompt if there is one, has None.
+        A sequence that fits no row, with the hint in its prompt if there is one, has None.
         """
         batches, _ = make_batches([_read_by_teacher(item) for item in sequences], self.batch)
         sharded = put_on_mesh(batches, batch_sharding(self.mesh))
-        measured = to_host(measure(self.logprobs_fn, sharded, params))
+        measured = to_host(measure(self.scores_fn, sharded, params, self.top_k))
         found = by_sequence(batches, measured, len(sequences))
         return [
             None if scores is None else _spread(scores, item)
@@ -108,17 +128,37 @@ class Scorer:
 def _read_by_teacher(sequence: TrainingSequence) -> TrainingSequence:
     """Return what the teacher reads: its own prompt, and the response ids that were sampled."""
     prompt = sequence.teacher_prompt_ids or sequence.prompt_token_ids
-    return replace(sequence, prompt_token_ids=prompt, states=None)
+    return replace(sequence, prompt_token_ids=prompt, states=None, teacher_scores=None)
 
 
-def _spread(scores: Sequence[float], sequence: TrainingSequence) -> tuple[float, ...]:
+def _spread(scores: TargetScores, sequence: TrainingSequence) -> TeacherScores:
     """Return the scores of the trained tokens at their places in the response."""
-    rest = iter(scores)
-    return tuple(next(rest) if trained else 0.0 for trained in sequence.loss_mask)
+    trained = np.asarray(sequence.loss_mask, bool)
+
+    def spread(values: Any) -> Any:
+        rows = np.zeros((len(trained), *values.shape[1:]), values.dtype)
+        rows[trained] = values
+        return rows
+
+    top = None
+    if scores.top_ids is not None:
+        top = LikelyTokens(spread(scores.top_ids), spread(scores.top_logprobs))
+    return TeacherScores(tuple(spread(scores.logprobs).tolist()), top)
 
 
-def make_scorer(model: DecoderConfig, batch: BatchConfig, *, mesh: Mesh, dtype: str) -> Scorer:
-    """Return the scorer of a model that is not trained, which computes in `dtype`."""
+def make_scorer(
+    model: DecoderConfig,
+    batch: BatchConfig,
+    *,
+    mesh: Mesh,
+    dtype: str,
+    top_k: int = 0,
+    num_ids: int | None = None,
+) -> Scorer:
+    """Return the scorer of a model that is not trained, which computes in `dtype`.
+
+    It names `top_k` tokens at each target, with ids below `num_ids`.
+    """
     forward = ForwardPass(
         model,
         head_chunk=batch.head_chunk,
@@ -126,5 +166,7 @@ def make_scorer(model: DecoderConfig, batch: BatchConfig, *, mesh: Mesh, dtype: 
         compute_dtype=jnp.dtype(dtype),
         entropy_gradient=False,
         gather=make_gather(model, mesh),
+        num_ids=num_ids,
     )
-    return Scorer(jax.jit(map_bundle(forward.logprobs)), batch, mesh)
+    scores_fn = jax.jit(map_bundle(forward.scores), static_argnums=3)
+    return Scorer(scores_fn, batch, mesh, top_k)

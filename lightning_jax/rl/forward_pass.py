@@ -11,7 +11,14 @@ from lightning_jax.models.lora import overlay
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.critic import Critic, ValueHead, scale_gradient, state_values, value_loss
-from lightning_jax.rl.logprobs import head_params, node_logprobs, read_nodes, response_logprobs
+from lightning_jax.rl.logprobs import (
+    Head,
+    TargetScores,
+    head_params,
+    read_nodes,
+    response_logprobs,
+    score_nodes,
+)
 from lightning_jax.rl.losses.objectives import Objective
 from lightning_jax.rl.losses.policy import Metrics
 
@@ -29,6 +36,7 @@ class ForwardPass:
     compute_dtype: Any
     entropy_gradient: bool
     gather: Gather | None  # for sharded weights
+    num_ids: int | None = None  # of the policy, if a teacher's vocabulary has more
 
     def loss(
         self,
@@ -42,18 +50,13 @@ class ForwardPass:
         """Return (loss, metric sums). `base` completes the trained params and `ref_params`."""
         params, head = self._cast(overlay(base, trained[0])), trained[1]
         nodes = self._nodes(params, batch, remat=self.remat)
-        logprobs, entropy = node_logprobs(
-            head_params(params, self.gather),
-            self.config,
-            batch,
-            nodes,
-            head_chunk=self.head_chunk,
-            entropy_gradient=self.entropy_gradient,
-        )
+        scores = self._scores(params, batch, nodes, Head(self.config, self.entropy_gradient))
         ref_logprobs = None
         if ref_params is not None:
             ref_logprobs = self.logprobs(batch, overlay(base, ref_params))
-        loss, sums = objective(logprobs, entropy, batch, ref_logprobs)
+        loss, sums = objective(
+            scores.logprobs, scores.entropy, batch, ref_logprobs, scores.teacher_kl
+        )
         if critic is None or head is None:
             return loss, sums
         nodes = scale_gradient(nodes, critic.trunk_coef)
@@ -72,11 +75,25 @@ class ForwardPass:
             gather=self.gather,
         )[0]
 
+    def scores(self, batch: Batch, params: Params, top_k: int) -> TargetScores:
+        """Return the log-probability of each target, and the `top_k` likeliest tokens at its place.
+
+        Only ids below `num_ids` are among the likeliest. The entropy is left out.
+        """
+        params = self._cast(params)
+        nodes = self._nodes(params, batch, remat=self.remat)
+        head = Head(self.config, top_k=top_k, num_ids=self.num_ids)
+        return self._scores(params, batch, nodes, head)._replace(entropy=None)
+
     def values(self, batch: Batch, params: Params, head: ValueHead) -> Float[Array, "B R"]:
         """Return the value of the state in which each target was chosen, 0 where masked."""
         nodes = self._nodes(self._cast(params), batch, remat=False)
         found = state_values(head, nodes, batch.target_nodes, batch.adapters)
         return jnp.where(batch.target_mask, found, 0.0)
+
+    def _scores(self, params: Params, batch: Batch, nodes: Any, head: Head) -> TargetScores:
+        read = head_params(params, self.gather)
+        return score_nodes(read, batch, nodes, head, head_chunk=self.head_chunk)
 
     def _nodes(self, params: Params, batch: Batch, *, remat: bool) -> Float[Array, "B T E"]:
         return read_nodes(params, self.config, batch, remat=remat, gather=self.gather)

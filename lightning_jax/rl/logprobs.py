@@ -2,17 +2,28 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from lightning_jax.models.matmul import product
 from lightning_jax.models.mesh_axes import MESH_AXES
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params, forward, unembed
 from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.losses.distill import NO_TOKEN, kl_to_top
+
+
+class TargetScores(NamedTuple):
+    """Scores of a batch's targets in nats, 0 where masked."""
+
+    logprobs: Any  # [B, R], of the target
+    entropy: Any  # [B, R], of its distribution
+    teacher_kl: Any = None  # [B, R], to the teacher's likeliest tokens; None: it named none
+    top_ids: Any = None  # [B, R, K], the likeliest tokens, best first; None: not asked for
+    top_logprobs: Any = None  # [B, R, K]
 
 
 def response_logprobs(
@@ -34,14 +45,14 @@ def response_logprobs(
     even in the backward pass.
     """
     nodes = read_nodes(params, config, batch, remat=remat, gather=gather)
-    return node_logprobs(
+    scores = score_nodes(
         head_params(params, gather),
-        config,
-        batch,
+        replace(batch, teacher=None),
         nodes,
+        Head(config, entropy_gradient),
         head_chunk=head_chunk,
-        entropy_gradient=entropy_gradient,
     )
+    return scores.logprobs, scores.entropy
 
 
 def read_nodes(
@@ -66,70 +77,53 @@ def read_nodes(
 
 
 def head_params(params: Params, gather: Gather | None) -> Params:
-    """Return the gathered weights of the LM head, the only ones that `node_logprobs` reads."""
+    """Return the gathered weights of the LM head, the only ones that `score_nodes` reads."""
     name = "head" if "head" in params else "embed"
     read = {name: params[name]}
     return gather(read) if gather else read
 
 
-def node_logprobs(
-    params: Params,
-    config: DecoderConfig,
-    batch: Batch,
-    nodes: Float[Array, "B T E"],
-    *,
-    head_chunk: int,
-    entropy_gradient: bool,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """Compute `response_logprobs` from hidden states."""
-    distinct = batch.distinct
-    if distinct is None:
-        indices, ids, mask = batch.target_nodes, batch.target_ids, batch.target_mask
-    else:
-        indices, ids, mask = distinct.nodes, distinct.ids, distinct.ids >= 0
-    # Several targets may read one node. Their gradients are summed in float32.
-    hidden = _take(nodes.astype(jnp.float32), indices[:, :, None]).astype(nodes.dtype)
-    temperatures = None if distinct is None else distinct.temperatures
-    head = _Head(config, entropy_gradient)
-    if temperatures is not None:
-        temperatures = _split(temperatures, head_chunk)
-    hidden, ids, mask = (_split(array, head_chunk) for array in (hidden, ids, mask))
-    wanted = mask.any(axis=(1, 2))
-    read: Any = _read_chunks(head, params, wanted, hidden, ids, mask, temperatures)
-    logprobs, entropy = _join(read[0]), _join(read[1])
-    if distinct is None:
-        return logprobs, entropy
-    of_targets = (_take(array, distinct.of_targets) for array in (logprobs, entropy))
-    logprobs, entropy = (jnp.where(batch.target_mask, array, 0.0) for array in of_targets)
-    return logprobs, entropy
-
-
-def _take(values: Any, indices: Any) -> Any:
-    """Return the values at these indices of each row. The indices must be in bounds."""
-    return jnp.take_along_axis(values, indices, axis=1, mode="promise_in_bounds")
-
-
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """Settings and arithmetic of the LM head."""
 
     config: DecoderConfig
-    entropy_gradient: bool
+    entropy_gradient: bool = False
+    top_k: int = 0  # likeliest tokens to return; all if the vocabulary is smaller
+    num_ids: int | None = None  # these tokens have ids below it; None: any id
 
     @property
     def is_trained(self) -> bool:
         """False with adapters, which leave the head unchanged."""
         return self.config.lora is None
 
-    def read(self, params: Params, hidden: Any, *targets: Any) -> tuple[Any, Any]:
-        """Return (log-probability, entropy) of each target of a chunk."""
-        return self.read_logits(unembed(params, self.config, hidden), *targets)
+    def read(self, params: Params, hidden: Any, targets: "_Targets") -> TargetScores:
+        """Return the scores of a chunk's targets."""
+        return self.read_logits(unembed(params, self.config, hidden), targets)
 
-    def read_logits(self, logits: Any, ids: Any, mask: Any, temperatures: Any) -> tuple[Any, Any]:
+    def read_logits(self, logits: Any, targets: "_Targets") -> TargetScores:
         """Return the same as `read`, from float32 logits, divided by any temperatures."""
-        if temperatures is not None:
-            logits = logits / temperatures[:, :, None]
-        return _token_logprobs(logits, ids, mask, entropy_gradient=self.entropy_gradient)
+        if targets.temperatures is not None:
+            logits = logits / targets.temperatures[:, :, None]
+        total = jax.nn.logsumexp(logits, axis=-1)
+        scores = TargetScores(*_token_logprobs(logits, total, targets, self.entropy_gradient))
+        if targets.top is not None:
+            found = jnp.take_along_axis(logits, targets.top.ids, axis=-1) - total[:, :, None]
+            kl = kl_to_top(found, targets.top.logprobs, targets.top.kl)
+            scores = scores._replace(teacher_kl=jnp.where(targets.mask, kl, 0.0))
+        if self.top_k:
+            ids, best = self._likeliest(logits)
+            best = jnp.maximum(best - total[:, :, None], NO_TOKEN)
+            scores = scores._replace(top_ids=ids, top_logprobs=best)
+        return scores
+
+    def _likeliest(self, logits: Any) -> tuple[Any, Any]:
+        """Return (ids, logits) of the likeliest tokens, best first."""
+        size = logits.shape[-1]
+        if self.num_ids is not None and self.num_ids < size:
+            logits = jnp.where(jnp.arange(size) < self.num_ids, logits, -jnp.inf)
+        best, ids = jax.lax.top_k(logits, min(self.top_k, size))
+        return ids.astype(jnp.int32), best
 
     def kernel_grads(self, params: Params, hidden: Any, logit_grads: Any) -> Params:
         """Return what a chunk adds to the gradient of the weights, in float32.
@@ -148,30 +142,86 @@ class _Head:
         return jax.tree.map(grad, params)
 
 
+def score_nodes(
+    params: Params, batch: Batch, nodes: Float[Array, "B T E"], head: Head, *, head_chunk: int
+) -> TargetScores:
+    """Return the scores of the targets from the hidden states of a batch's nodes.
+
+    `params` are those of the head.
+    """
+    distinct = batch.distinct
+    if distinct is None:
+        indices, ids, mask, temperatures = (
+            batch.target_nodes,
+            batch.target_ids,
+            batch.target_mask,
+            None,
+        )
+    else:
+        indices, ids, temperatures = distinct.nodes, distinct.ids, distinct.temperatures
+        mask = ids >= 0
+    # Several targets may read one node. Their gradients are summed in float32.
+    hidden = _take(nodes.astype(jnp.float32), indices).astype(nodes.dtype)
+    top = None if batch.teacher is None else batch.teacher.top
+    split = functools.partial(_split, size=head_chunk)
+    hidden, targets = jax.tree.map(split, (hidden, _Targets(ids, mask, temperatures, top)))
+    wanted = targets.mask.any(axis=(1, 2))
+    read: Any = _read_chunks(head, params, wanted, hidden, targets)
+    scores = jax.tree.map(_join, read)
+    if distinct is None:
+        return scores
+
+    def of_targets(values: Any) -> Any:
+        found = _take(values, distinct.of_targets)
+        return jnp.where(_like(batch.target_mask, found), found, jnp.zeros_like(found))
+
+    return jax.tree.map(of_targets, scores)
+
+
+def _take(values: Any, indices: Any) -> Any:
+    """Return the values at these indices of each row. The indices must be in bounds."""
+    return jnp.take_along_axis(values, _like(indices, values), axis=1, mode="promise_in_bounds")
+
+
+def _like(values: Any, other: Any) -> Any:
+    """Return values [B, R] with as many axes as `other`."""
+    return values.reshape(values.shape + (1,) * (other.ndim - 2))
+
+
+class _Targets(NamedTuple):
+    """Inputs of the head beside hidden states, of a chunk or of all chunks."""
+
+    ids: Any
+    mask: Any
+    temperatures: Any  # None: all are 1
+    top: Any  # TopTokens of a teacher; None: there are none
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _read_chunks(
-    head: _Head, params: Params, wanted: Any, hidden: Any, ids: Any, mask: Any, temperatures: Any
-) -> tuple[Any, Any]:
+    head: Head, params: Params, wanted: Any, hidden: Any, targets: _Targets
+) -> TargetScores:
     """Apply `head.read` to each chunk [B size] in turn, with zeros for chunks not `wanted` [N]."""
 
-    def nothing(params: Params, hidden: Any, ids: Any, mask: Any, _: Any) -> tuple[Any, Any]:
-        return jnp.zeros(mask.shape, jnp.float32), jnp.zeros(mask.shape, jnp.float32)
+    def nothing(*inputs: Any) -> TargetScores:
+        shapes = jax.eval_shape(head.read, *inputs)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     def read(params: Params, *chunks: Any) -> tuple[Any, None]:
-        def one(chunk: Sequence[Any]) -> tuple[Any, Any]:
-            is_wanted, *targets = chunk
-            return jax.lax.cond(is_wanted, head.read, nothing, params, *targets)
+        def one(chunk: Sequence[Any]) -> TargetScores:
+            is_wanted, hidden, targets = chunk
+            return jax.lax.cond(is_wanted, head.read, nothing, params, hidden, targets)
 
         return jax.lax.map(one, chunks), None
 
-    return _run_on_row_shards(read, params, wanted, hidden, ids, mask, temperatures)[0]
+    return _run_on_row_shards(read, params, wanted, hidden, targets)[0]
 
 
-def _read_forward(head: _Head, *inputs: Any) -> tuple[Any, Any]:
+def _read_forward(head: Head, *inputs: Any) -> tuple[Any, Any]:
     return _read_chunks(head, *inputs), inputs
 
 
-def _read_backward(head: _Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
+def _read_backward(head: Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
     """Return the gradients of the head and the hidden states, recomputing the logits.
 
     Each device sums the chunks' contributions to the head's gradient in float32. Only the result
@@ -183,17 +233,17 @@ def _read_backward(head: _Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
         trained = params if head.is_trained else {}
 
         def one(added: Params, chunk: Any) -> tuple[Params, Any]:
-            is_wanted, hidden, ids, mask, temperatures, *grads = chunk
+            is_wanted, hidden, targets, grads = chunk
 
             def logits_of(hidden: Any) -> Any:
                 return unembed(params, head.config, hidden)
 
-            def read(logits: Any) -> tuple[Any, Any]:
-                return head.read_logits(logits, ids, mask, temperatures)
+            def read(logits: Any) -> TargetScores:
+                return head.read_logits(logits, targets)
 
             def add(added: Params, hidden: Any) -> tuple[Params, Any]:
                 logits, pull_hidden = jax.vjp(logits_of, hidden)
-                (logit_grads,) = jax.vjp(read, logits)[1](tuple(grads))
+                (logit_grads,) = jax.vjp(read, logits)[1](grads)
                 (hidden_grad,) = pull_hidden(logit_grads)
                 if trained:
                     new = head.kernel_grads(trained, hidden, logit_grads)
@@ -210,8 +260,8 @@ def _read_backward(head: _Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
         add_up = functools.partial(_add_up, axes=_row_axes(inputs[2]))
         return hidden_grads, jax.tree.map(add_up, added, trained) or None
 
-    hidden_grads, head_grads = _run_on_row_shards(pull, *inputs, *out_grads)
-    return head_grads, None, hidden_grads, None, None, None
+    hidden_grads, head_grads = _run_on_row_shards(pull, *inputs, out_grads)
+    return head_grads, None, hidden_grads, None
 
 
 _read_chunks.defvjp(_read_forward, _read_backward)
@@ -261,18 +311,18 @@ def _row_axes(chunk: Any) -> tuple[str, ...]:
 
 def _token_logprobs(
     logits: Float[Array, "B R V"],
-    ids: Int[Array, "B R"],
-    mask: Bool[Array, "B R"],
-    *,
+    total: Float[Array, "B R"],
+    targets: _Targets,
     entropy_gradient: bool,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    total = jax.nn.logsumexp(logits, axis=-1)
+    """Return (log-probability, entropy) of each target. `total` is the logits' logsumexp."""
     # A comparison instead of a gather, because it fuses with the sums and can be partitioned over
     # a sharded vocabulary.
-    chosen = jnp.arange(logits.shape[-1])[None, None, :] == ids[:, :, None]
+    chosen = jnp.arange(logits.shape[-1])[None, None, :] == targets.ids[:, :, None]
     logprobs = jnp.where(chosen, logits, 0.0).sum(axis=-1) - total
     if not entropy_gradient:
         logits, total = jax.lax.stop_gradient((logits, total))
+    mask = targets.mask
     # The `where` between product and sum keeps YNN on a CPU from fusing them into a slow operation.
     expected = jnp.where(mask[:, :, None], jnp.exp(logits - total[:, :, None]) * logits, 0.0)
     entropy = total - expected.sum(axis=-1)
@@ -284,6 +334,6 @@ def _split(x: Array, size: int) -> Array:
     return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
 
-def _join(x: Float[Array, "N B R"]) -> Float[Array, "B T"]:
+def _join(x: Array) -> Array:
     """Undo `_split`."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1)
+    return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])

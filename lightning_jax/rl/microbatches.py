@@ -4,6 +4,7 @@ All bundles of a batch shape have the same size, so a program compiles once for 
 microbatches per update. A loop on the host runs it for each bundle.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,8 +39,8 @@ def bundles(batches: Sequence[Batch]) -> list[tuple[tuple[Batch, ...], Int32[np.
 
 
 def measure(
-    function: Callable[..., list[Float[Array, "B R"]]], batches: Sequence[Batch], *weights: Any
-) -> list[Float[Array, "B R"]]:
+    function: Callable[..., list[Any]], batches: Sequence[Batch], *weights: Any
+) -> list[Any]:
     """Run a jitted `map_bundle` on all microbatches, possibly none, and return its results."""
     found: list[Any] = []
     for bundle, count in bundles(batches):
@@ -47,21 +48,23 @@ def measure(
     return found
 
 
-def by_sequence(
-    batches: Sequence[Batch], measured: Sequence[Float[np.ndarray, "B R"]], number: int
-) -> list[tuple[float, ...] | None]:
+def by_sequence(batches: Sequence[Batch], measured: Sequence[Any], number: int) -> list[Any]:
     """Return what was measured at the targets of each of `number` packed sequences, in order.
 
-    `batches` and `measured` are on the host. A sequence that no row holds has None.
+    `measured` has a tree of arrays [B, R, ...] for each batch, and the result one of arrays
+    [N, ...] for a sequence with N targets. All are on the host. A sequence that no row holds has
+    None.
     """
-    found: list[tuple[float, ...] | None] = [None] * number
+    found: list[Any] = [None] * number
     for batch, values in zip(batches, measured, strict=True):
         mask = np.asarray(batch.target_mask)
-        indices, kept = np.asarray(batch.target_calls)[mask], np.asarray(values)[mask]
-        cuts = np.flatnonzero(np.diff(indices)) + 1  # targets of a sequence are contiguous
-        for index, part in zip(np.split(indices, cuts), np.split(kept, cuts), strict=True):
-            if len(index):
-                found[index[0]] = tuple(part.tolist())
+        indices = np.asarray(batch.target_calls)[mask]
+        kept = jax.tree.map(lambda leaf, mask=mask: np.asarray(leaf)[mask], values)
+        # Targets of a sequence are contiguous.
+        cuts = [0, *np.flatnonzero(np.diff(indices)) + 1, len(indices)]
+        for start, stop in itertools.pairwise(cuts if len(indices) else ()):
+            part = slice(start, stop)
+            found[indices[start]] = jax.tree.map(lambda leaf, part=part: leaf[part], kept)
     return found
 
 
@@ -90,7 +93,8 @@ def values_by_call(
 ) -> list[tuple[CallValues, ...]]:
     """Return the values of each trajectory's calls, measured at targets of `state_sequences`."""
     number = sum(len(trajectory.transitions) for trajectory in trajectories)
-    rest = iter(by_sequence(batches, measured, number))
+    found = by_sequence(batches, measured, number)
+    rest = iter(None if values is None else tuple(values.tolist()) for values in found)
     return [tuple(itertools.islice(rest, len(t.transitions))) for t in trajectories]
 
 
@@ -115,15 +119,20 @@ def fold_bundle(
     return jax.lax.fori_loop(0, count, one, start)
 
 
-def map_bundle(function: Callable[..., Float[Array, "B R"]]) -> Callable[..., list[Any]]:
-    """Map `function(microbatch, *weights)` over a bundle, with zeros for its padding."""
+def map_bundle(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Map `function(microbatch, *weights)` over a bundle, with zeros for its padding.
+
+    Its result is a tree of arrays, such as the scores of the targets [B, R].
+    """
 
     def run(bundle: tuple[Batch, ...], count: Int32[Array, ""], *weights: Any) -> list[Any]:
         def write(found: Any, batch: Batch, index: Any) -> Any:
-            new = function(batch, *weights)
-            return jax.lax.dynamic_update_index_in_dim(found, new, index, axis=0)
+            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+            return jax.tree.map(put, found, function(batch, *weights))
 
-        shape = (len(bundle), *bundle[0].target_ids.shape)
-        return list(fold_bundle(bundle, count, write, jnp.zeros(shape, jnp.float32)))
+        shapes = jax.eval_shape(lambda batch: function(batch, *weights), bundle[0])
+        start = jax.tree.map(lambda leaf: jnp.zeros((len(bundle), *leaf.shape), leaf.dtype), shapes)
+        found = fold_bundle(bundle, count, write, start)
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], found) for i in range(len(bundle))]
 
     return run

@@ -1,7 +1,12 @@
 """Records of training data before packing: sequences, and states for a critic."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+from jaxtyping import Float, Int
+
+from lightning_jax.errors import InvalidValue
 from lightning_jax.types import Advantage, check_same_length, fill_default
 
 
@@ -19,6 +24,24 @@ class StateValues:
 
     def __post_init__(self) -> None:
         check_same_length(self, "positions", "values", "returns")
+
+
+class LikelyTokens(NamedTuple):
+    """Tokens that a teacher finds likeliest at each of T response tokens, best first.
+
+    Rows of tokens that are not trained are meaningless.
+    """
+
+    ids: Int[np.ndarray, "T K"]
+    logprobs: Float[np.ndarray, "T K"]
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherScores:
+    """Log-probabilities of a response by a teacher, in nats at the temperature of the call."""
+
+    logprobs: tuple[float, ...]  # of the sampled tokens, 0 where not trained
+    top: LikelyTokens | None = None  # None: only the sampled tokens were scored
 
 
 @dataclass(frozen=True)
@@ -46,11 +69,19 @@ class TrainingSequence:
     temperature: float = 1.0
     # Of the trained tokens, by the trainer before the step's first update. (): not measured.
     old_logprobs: tuple[float, ...] = ()
-    teacher_coef: float = 0.0  # weight of the teacher's advantages (rl/distill.py); 0: no teacher
-    teacher_logprobs: tuple[float, ...] = ()  # of the response, by the teacher; (): not scored yet
+    teacher_coef: float = 0.0  # weight of the teacher (rl/distill.py); 0: no teacher
+    teacher_kl: str = "forward"  # or reverse: `DistillConfig.kl`, if the teacher named tokens
+    teacher_scores: TeacherScores | None = None  # None: not scored yet
     teacher_prompt_ids: tuple[int, ...] = ()  # prompt that the teacher reads; (): the policy's
 
     def __post_init__(self) -> None:
         fill_default(self, "loss_mask", True, like="response_token_ids")
-        scored = ("teacher_logprobs",) if self.teacher_logprobs else ()
-        check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask", *scored)
+        check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask")
+        scored = self.teacher_scores
+        if scored is not None and len(scored.logprobs) != len(self.response_token_ids):
+            raise InvalidValue(
+                f"teacher_scores has {len(scored.logprobs)} log-probabilities for "
+                f"{len(self.response_token_ids)} response tokens; pass one for each.",
+                reason="mismatch",
+                key="teacher_scores",
+            )

@@ -18,6 +18,7 @@ from lightning_jax.models.transformer import DecoderConfig, Gather, Params
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.critic import Critic, CriticState, ValueHead
 from lightning_jax.rl.forward_pass import ForwardPass
+from lightning_jax.rl.logprobs import TargetScores
 from lightning_jax.rl.losses import policy
 from lightning_jax.rl.losses.objectives import Objective, metric_names
 from lightning_jax.rl.losses.policy import Metrics
@@ -37,14 +38,17 @@ class TrainFunctions:
     applies the update and donates the state. `norm_fn(grads)` is the norm of those of the params.
 
     `logprobs_fn(bundle, count, policy)` measures the targets, a list of [B, R] in nats.
-    `values_fn(bundle, count, policy, value_head)` measures the states in which they were chosen.
-    `policy` is all weights. `measure` calls both. All functions take bundles of one size
-    (`microbatches.py`), so each compiles once per batch shape.
+    `scores_fn(bundle, count, policy, top_k)` does the same for a teacher, with the likeliest tokens
+    at each target, a list of `TargetScores`. `values_fn(bundle, count, policy, value_head)`
+    measures the states in which they were chosen. `policy` is all weights. `measure` calls these
+    three. All functions take bundles of one size (`microbatches.py`), so each compiles once per
+    batch shape.
     """
 
     grads_fn: Callable[..., tuple[Any, Metrics]]
     apply_fn: Callable[..., tuple[TrainState, Metrics]]
     logprobs_fn: Callable[..., list[Float[Array, "B R"]]]
+    scores_fn: Callable[..., list[TargetScores]]
     values_fn: Callable[..., list[Float[Array, "B R"]]]
     norm_fn: Callable[[Any], Float[Array, ""]]
     objective: Objective
@@ -81,6 +85,7 @@ def make_train_functions(  # noqa: PLR0913  (the arguments are independent)
         grads_fn=jax.jit(_grads_adder(forward, objective, critic), donate_argnums=(1, 2)),
         apply_fn=jax.jit(apply, donate_argnums=0),
         logprobs_fn=jax.jit(map_bundle(forward.logprobs)),
+        scores_fn=jax.jit(map_bundle(forward.scores), static_argnums=3),
         values_fn=jax.jit(map_bundle(forward.values)),
         norm_fn=jax.jit(lambda grads: optax.tree.norm(grads[0])),
         objective=objective,
@@ -101,6 +106,7 @@ def taking_turns(
         grads_fn=_InTurn(functions.grads_fn, dispatching),
         apply_fn=_InTurn(functions.apply_fn, dispatching),
         logprobs_fn=_InTurn(functions.logprobs_fn, dispatching),
+        scores_fn=_InTurn(functions.scores_fn, dispatching),
         values_fn=_InTurn(functions.values_fn, dispatching),
         norm_fn=_InTurn(functions.norm_fn, dispatching),
     )
@@ -144,8 +150,13 @@ def update(
             key="batches",
         )
     head = None if state.critic is None else state.critic.head
+    teacher = batches[0].teacher
     grads, metrics = zero_accumulators(
-        functions, state.params, with_reference=ref_params is not None, head=head
+        functions,
+        state.params,
+        with_reference=ref_params is not None,
+        with_top=teacher is not None and teacher.top is not None,
+        head=head,
     )
     first: Metrics = {}
     for part in (batches[:num_first], batches[num_first:]):
@@ -179,12 +190,12 @@ def zero_accumulators(
     params: Params,
     *,
     with_reference: bool = False,
+    with_top: bool = False,
     head: ValueHead | None = None,
 ) -> tuple[Any, Metrics]:
     """Build zero gradients, sharded like params and value head, and zero metric sums."""
-    names = metric_names(
-        functions.objective, functions.critic if head is not None else None, with_reference
-    )
+    critic = functions.critic if head is not None else None
+    names = metric_names(functions.objective, critic, with_reference, with_top)
     return (
         jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), (params, head)),
         {name: place_scalar(params, jnp.zeros((), jnp.float32)) for name in names},

@@ -222,7 +222,9 @@ class Updater:
                 for name, values in columns.items()
             }
             fixed += [
-                dataclasses.replace(sequence, **{name: found[name][index] for name in found})
+                dataclasses.replace(
+                    sequence, **{name: tuple(found[name][index].tolist()) for name in found}
+                )
                 for index, sequence in enumerate(some)
                 if found["advantage"][index] is not None
             ]
@@ -399,8 +401,8 @@ def merge_updates(updates: Sequence[Metrics]) -> Metrics:
     the first update, whose weights did the sampling.
     """
     row = {"train/num_updates": float(len(updates))}
-    for name in updates[0]:
-        values = [update[name] for update in updates]
+    for name in dict.fromkeys(itertools.chain(*updates)):
+        values = [update[name] for update in updates if name in update]
         if name == "train/mismatch_kl":
             row[name] = values[0]
         elif is_maximum(name):

@@ -40,6 +40,7 @@ from lightning_jax.schema import (
     require,
 )
 from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
+from lightning_jax.traces.convert import COLDEST
 
 
 @dataclass(frozen=True)
@@ -333,6 +334,24 @@ def _check_initial(
         )
 
 
+def _check_temperature(distill: DistillConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError for a teacher's server that could not score the rollouts.
+
+    Samples below `COLDEST` are trained on at temperature 1.
+    """
+    temperature = rollout.temperature
+    if distill.teacher_url is None or temperature is None:
+        return
+    if temperature != 1.0 and temperature >= COLDEST:
+        raise InvalidValue(
+            f"rollout.temperature is {temperature:g} and distill.teacher_url is set, but servers "
+            "score tokens at temperature 1 only, so the teacher would score nothing; set "
+            "rollout.temperature=1, or load the teacher with distill.teacher=MODEL.",
+            reason="conflict",
+            key="rollout.temperature",
+        )
+
+
 @dataclass(frozen=True)
 class Config(Section):
     """Settings of one run.
@@ -415,6 +434,7 @@ class Config(Section):
                 reason="conflict",
                 key="data.sampler",
             )
+        _check_temperature(self.distill, self.rollout)
         if self.distill.teacher == INITIAL_TEACHER:
             _check_initial(["distill.teacher"], self.policies, self.model)
         if self.distill.has_teacher and self.algorithm.loss in ("dpo", "raft"):

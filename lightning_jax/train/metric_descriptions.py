@@ -123,10 +123,15 @@ _TEXTS = {
     "one are not in it; see `rollout/entropy`",
     "train/mismatch_kl": "nats: KL between sampler and trainer; above 1e-3 in float32 is a bug",
     "train/kl_to_reference": "nats: estimated KL to the reference policy",
-    "train/kl_to_teacher": "nats: reverse KL to the teacher, over the tokens that it scored",
-    "train/teacher_coef": "weight: weight of the teacher's advantages in this step",
+    "train/kl_to_teacher": "nats: reverse KL to the teacher, estimated from the sampled tokens",
+    "train/distill_kl": "nats: KL to the teacher's likeliest tokens, the loss of distill.kl",
+    "train/teacher_named_mass": (
+        "probability: sum over the teacher's likeliest tokens; if it is low, raise distill.top_k"
+    ),
+    "train/teacher_coef": "weight: weight of the teacher in this step",
     "train/teacher_share": "share: trained tokens that the teacher scored",
-    "train/without_teacher": "calls: number that fit no row, so that the teacher scored none",
+    "train/without_teacher": "calls: number that the teacher did not score",
+    "train/other_temperature": "calls: number of these whose temperature its server cannot score",
     "train/without_hint": "calls: number without a hint, or a place for it, and so not scored",
     "train/hints_in_prompts": "calls: number whose prompt got the hint from a tool or the policy",
     "train/clip_fraction": "share: tokens whose gradient a bound of the ratio cut",

@@ -131,12 +131,14 @@ def findings(row: Mapping[str, float | int]) -> list[Finding]:
     learns_from_equal = any(
         row.get(f"train/{name}", 0.0) > 0 for name in ("advantage_abs_mean", "teacher_share")
     )
+    num_tempered = row.get("train/other_temperature", 0.0)
     shares = {
         "no_calls": row.get("rollout/dropped_no_calls", 0.0) / max(num_rollouts, 1.0),
         "equal_groups": 0.0 if learns_from_equal else row.get("train/equal_groups_share", 0.0),
         "failures_gain": row.get("train/failures_gain_share", 0.0),
-        "without_teacher": row.get("train/without_teacher", 0.0)
+        "without_teacher": (row.get("train/without_teacher", 0.0) - num_tempered)
         / max(row.get("rollout/num_calls", 0.0), 1.0),
+        "other_temperature": num_tempered / max(row.get("rollout/num_calls", 0.0), 1.0),
         "cut_short": row.get("rollout/cut_short_share", 0.0),
         "noise": 1.0 - row.get("train/signal_share", 1.0),
         "deadline_in_queue": row.get(f"rollout/agent_failure_{DEADLINE_IN_QUEUE}", 0.0)
@@ -171,6 +173,12 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
         0.01,
         "{share:.0%} of the calls were not scored by the teacher, because no row holds them with "
         "their hint; raise batch.row_len",
+    ),
+    "other_temperature": (
+        0.01,
+        "{share:.0%} of the calls were sampled at another temperature than 1, at which the "
+        "teacher's server cannot score; set rollout.temperature=1, or load the teacher with "
+        "distill.teacher",
     ),
     "cut_short": (
         0.5,

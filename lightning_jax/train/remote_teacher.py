@@ -1,16 +1,18 @@
 """Teacher behind a URL, which scores the tokens that the policy sampled.
 
 The server gets token ids and echoes them with their log-probabilities, as the legacy completions of
-OpenAI, vLLM and `lightning-jax serve` do. Prompts that calls share are computed once if it has a
-prefix cache.
+vLLM and `lightning-jax serve` do. At each token it names the likeliest ones, by id. Prompts that
+calls share are computed once if it has a prefix cache.
 """
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import openai
 
 from lightning_jax.errors import UserError
@@ -18,7 +20,8 @@ from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rl.distill import Scores
-from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.rl.losses.distill import NO_TOKEN
+from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
 from lightning_jax.settings import ConfigError
 
 CONCURRENCY = 16  # requests at once
@@ -26,6 +29,7 @@ MAX_RETRIES = 6  # with growing pauses, about a minute in all
 TIMEOUT_S = 600.0
 PROBE = "Die Straße: 1 + 1 = 2, naïve?\n\tdef f(x): return x"  # different tokens by vocabulary
 NO_KEY = "none"
+_NAMED_BY_ID = re.compile(r"token_id:(\d+)")  # the form of `return_tokens_as_token_ids`
 
 
 class TeacherError(UserError, RuntimeError):
@@ -39,9 +43,11 @@ class RemoteTeacher:
     client: openai.OpenAI
     served_model: str
     tokenizer: Tokenizer
+    top_k: int  # likeliest tokens to ask for; 0: only the scores of the sampled ones
+    num_ids: int  # of the policy; the likeliest tokens have ids below it
 
     def score(self, sequences: Sequence[TrainingSequence]) -> Scores:
-        """Return the scores of each response, 0 where a token is not trained.
+        """Return the scores of each response.
 
         A sequence sampled at another temperature than 1 has None. Raises TeacherError if the server
         fails, and ModelError if its vocabulary is another one.
@@ -51,36 +57,42 @@ class RemoteTeacher:
 
     def check(self) -> None:
         """Score a short text. Raises TeacherError or ModelError if that fails."""
-        self._logprobs(self.tokenizer.encode(PROBE))
+        self._read(self.tokenizer.encode(PROBE), 0)
 
     def close(self) -> None:
         """Close the connections."""
         self.client.close()
 
-    def _score(self, sequence: TrainingSequence) -> tuple[float, ...] | None:
+    def _score(self, sequence: TrainingSequence) -> TeacherScores | None:
         if sequence.temperature != 1.0:
             return None
         prompt = sequence.teacher_prompt_ids or sequence.prompt_token_ids
-        logprobs = self._logprobs([*prompt, *sequence.response_token_ids])[len(prompt) :]
-        pairs = zip(logprobs, sequence.loss_mask, strict=True)
-        return tuple(value if trained else 0.0 for value, trained in pairs)
+        scores = self._read([*prompt, *sequence.response_token_ids], len(prompt))
+        pairs = zip(scores.logprobs, sequence.loss_mask, strict=True)
+        return replace(
+            scores, logprobs=tuple(value if trained else 0.0 for value, trained in pairs)
+        )
 
-    def _logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token after those before it, and 0 for the first."""
+    def _read(self, ids: Sequence[int], start: int) -> TeacherScores:
+        """Return the scores of each token from the index `start` on, after those before it.
+
+        The first of all tokens has none, and so 0.
+        """
         try:
             reply = self.client.completions.create(
                 model=self.served_model,
                 prompt=list(ids),
                 echo=True,
-                logprobs=1,
+                logprobs=max(self.top_k, 1),
                 max_tokens=1,
                 temperature=1.0,
-                extra_body={"skip_special_tokens": False},
+                extra_body={"skip_special_tokens": False, "return_tokens_as_token_ids": True},
             )
         except openai.OpenAIError as error:
             raise TeacherError(
                 f"the teacher at {self.client.base_url} failed: {_brief(error)}; check "
-                "distill.teacher_url, served_model and the key, then run the same command again.",
+                "distill.teacher_url, served_model, top_k and the key, then run the same command "
+                "again.",
                 reason="teacher_failed",
                 key="distill.teacher_url",
             ) from error
@@ -94,7 +106,40 @@ class RemoteTeacher:
                 key="distill.teacher_url",
             )
         self._check_vocabulary(ids, choice.text)
-        return [0.0, *map(float, found[1 : len(ids)])]
+        logprobs = (0.0, *map(float, found[1 : len(ids)]))[start:]
+        if not self.top_k:
+            return TeacherScores(logprobs)
+        named = (choice.logprobs and choice.logprobs.top_logprobs) or []
+        if len(named) < len(ids):
+            raise self._no_ids()
+        return TeacherScores(logprobs, self._likeliest(named[start : len(ids)]))
+
+    def _likeliest(self, named: Sequence[Mapping[str, float] | None]) -> LikelyTokens:
+        """Return the likeliest of the tokens that the server named at each place.
+
+        It also names the sampled one.
+        """
+        ids = np.zeros((len(named), self.top_k), np.int32)
+        logprobs = np.full(ids.shape, NO_TOKEN, np.float32)
+        for place, tokens in enumerate(named):
+            pairs = []
+            for name, value in (tokens or {}).items():
+                if (match := _NAMED_BY_ID.fullmatch(name)) is None:
+                    raise self._no_ids()
+                pairs.append((value, int(match[1])))
+            best = sorted(pairs, reverse=True)[: self.top_k]
+            for rank, (value, token_id) in enumerate(best):
+                if token_id < self.num_ids:
+                    ids[place, rank], logprobs[place, rank] = token_id, value
+        return LikelyTokens(ids, logprobs)
+
+    def _no_ids(self) -> TeacherError:
+        return TeacherError(
+            f"the teacher at {self.client.base_url} does not name its likeliest tokens by id; set "
+            "distill.kl=sampled.",
+            reason="no_ids",
+            key="distill.kl",
+        )
 
     def _check_vocabulary(self, ids: Sequence[int], text: str) -> None:
         """Raise ModelError unless the echoed text is that of the ids, up to white space."""
@@ -110,9 +155,10 @@ class RemoteTeacher:
             )
 
 
-def connect(config: DistillConfig, tokenizer: Tokenizer) -> RemoteTeacher:
+def connect(config: DistillConfig, tokenizer: Tokenizer, num_ids: int) -> RemoteTeacher:
     """Return the teacher behind `distill.teacher_url`, once it has scored a short text.
 
+    `num_ids` is the size of the policy's vocabulary.
     Raises ConfigError if the variable of its key is not set, TeacherError if the server cannot
     score tokens, and ModelError if it has another vocabulary.
     """
@@ -128,7 +174,7 @@ def connect(config: DistillConfig, tokenizer: Tokenizer) -> RemoteTeacher:
     client = openai.OpenAI(
         base_url=config.teacher_url, api_key=key, max_retries=MAX_RETRIES, timeout=TIMEOUT_S
     )
-    teacher = RemoteTeacher(client, config.served_model, tokenizer)
+    teacher = RemoteTeacher(client, config.served_model, tokenizer, config.num_top, num_ids)
     try:
         teacher.check()
     except BaseException:

@@ -257,7 +257,8 @@ class Run:
         """Return (the sequences that a teacher will score, with its hints, metrics)."""
         distill = self.config.distill
         coef = distill.coef_at(self.step - self.config.warmup.num_steps)
-        mixed, metrics = mix(sequences, coef=coef, reward_coef=distill.reward_coef), {}
+        mixed = mix(sequences, coef=coef, reward_coef=distill.reward_coef, kl=distill.kl)
+        metrics: Metrics = {}
         if self.hints is not None and coef > 0:
             mixed, metrics = self.hints.add(mixed, trajectories, self.collector.tasks)
         return mixed, metrics | {"train/teacher_coef": coef}

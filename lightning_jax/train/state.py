@@ -24,7 +24,12 @@ from lightning_jax.models.lora import adapted_facts, pick
 from lightning_jax.models.reshard import reshard
 from lightning_jax.models.sharding import param_shardings, serving_mesh, to_host
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.distill import teacher_metrics, waits_for_teacher, with_scores
+from lightning_jax.rl.distill import (
+    count_unscored,
+    teacher_metrics,
+    waits_for_teacher,
+    with_scores,
+)
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.multi_policy.scope import PolicyScope, pack, unpack
 from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
@@ -149,12 +154,12 @@ class Replica:
         if self.teacher is not None:
             scores = self.teacher.score(waiting)
         else:
-            scores = score_by_policy(self.learner, self.states[index].policy, waiting)
+            policy, top_k = self.states[index].policy, self.config.distill.num_top
+            scores = score_by_policy(self.learner, policy, waiting, top_k)
         scored = with_scores(sequences, scores)
-        return scored, teacher_metrics(scored) | {
-            "train/without_teacher": float(scores.count(None)),
-            "time/teacher_s": time.monotonic() - started,
-        }
+        by_server = self.config.distill.teacher_url is not None
+        metrics = teacher_metrics(scored) | count_unscored(scores, by_server=by_server)
+        return scored, metrics | {"time/teacher_s": time.monotonic() - started}
 
     def advance(self) -> None:
         """Go to the next step.

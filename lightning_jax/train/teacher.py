@@ -1,4 +1,4 @@
-"""Teacher of a run: a model that scores the tokens that the policy sampled."""
+"""Teacher of a run: a model that scores what the policy sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ def load_teacher(config: Config, model: LoadedModel) -> ScoresTokens | None:
     if config.distill.teacher_url is not None:
         from lightning_jax.train.remote_teacher import connect  # imports openai
 
-        return connect(config.distill, model.tokenizer)
+        return connect(config.distill, model.tokenizer, model.config.vocab_size)
     name = config.teacher_model
     if name is None:
         return None
@@ -59,15 +59,22 @@ def load_teacher(config: Config, model: LoadedModel) -> ScoresTokens | None:
     check_vocabulary(teacher, model)
     mesh = make_mesh(config.mesh)
     params = put_on_mesh(teacher.params, param_shardings(teacher.config, mesh), donate=True)
-    scorer = make_scorer(teacher.config, config.batch, mesh=mesh, dtype=config.model.dtype)
+    scorer = make_scorer(
+        teacher.config,
+        config.batch,
+        mesh=mesh,
+        dtype=config.model.dtype,
+        top_k=config.distill.num_top,
+        num_ids=model.config.vocab_size,
+    )
     return Teacher(params, scorer)
 
 
 def score_by_policy(
-    learner: Updater, params: Params, sequences: Sequence[TrainingSequence]
+    learner: Updater, params: Params, sequences: Sequence[TrainingSequence], top_k: int
 ) -> Scores:
     """Return the scores of each sequence by the policy's own weights, which read the hints."""
-    scorer = Scorer(learner.functions.logprobs_fn, learner.batch, learner.mesh)
+    scorer = Scorer(learner.functions.scores_fn, learner.batch, learner.mesh, top_k)
     return scorer(params, sequences)
 
 

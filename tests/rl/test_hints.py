@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
-from test_distill import SHAPE, TEACHER, alone, scores_of
+from test_distill import SHAPE, TEACHER, alone, assert_same_scores, scores_alone, scores_of
 
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.rl.distill import mix, with_scores
@@ -66,9 +66,9 @@ def test_scores_are_those_of_the_sampled_ids_after_the_hinted_prompt():
     hinted = {(k, (1, k, END)): (1, k, *HINT, k, END) for k in range(12)}
     asked = with_hints(mix(items, coef=1.0, reward_coef=0.0), hinted)
     for devices in (None, MeshConfig(1, 1, 1)):
-        for item, found in zip(asked, scores_of(SHAPE, asked, devices), strict=True):
+        for item, found in zip(asked, scores_of(SHAPE, asked, devices, 4), strict=True):
             whole = dataclasses.replace(item, prompt_token_ids=item.teacher_prompt_ids)
-            np.testing.assert_allclose(np.asarray(found), alone(TEACHER, whole), atol=1e-5)
+            assert_same_scores(found, scores_alone(TEACHER, whole, 4), item)
             assert not np.allclose(alone(TEACHER, item), alone(TEACHER, whole), atol=1e-3)
     assert jax.device_count() >= 8
 
@@ -80,4 +80,4 @@ def test_a_hint_that_makes_a_row_too_long_leaves_the_call_without_a_teacher():
     scores = scores_of(SHAPE, asked)
     assert scores == [None]
     (left,) = with_scores(asked, scores)
-    assert (left.teacher_coef, left.teacher_logprobs) == (0.0, ())
+    assert (left.teacher_coef, left.teacher_scores) == (0.0, None)

@@ -12,7 +12,7 @@ import pytest
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.transformer import unembed
 from lightning_jax.rl.batch import Batch, DistinctTargets
-from lightning_jax.rl.logprobs import head_params, node_logprobs
+from lightning_jax.rl.logprobs import Head, head_params, score_nodes
 from lightning_jax.testing.tiny import tiny_model
 
 MODEL = tiny_model(num_layers=1)
@@ -40,7 +40,8 @@ NODE_STATES = jnp.asarray(
 
 
 def in_chunks(params: Any, nodes: Any, config: Any, batch: Batch = BATCH) -> Any:
-    return node_logprobs(params, config, batch, nodes, head_chunk=CHUNK, entropy_gradient=True)
+    head = Head(config, entropy_gradient=True)
+    return score_nodes(params, batch, nodes, head, head_chunk=CHUNK)[:2]
 
 
 def at_once(

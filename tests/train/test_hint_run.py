@@ -92,6 +92,7 @@ def test_a_run_learns_from_its_hints_where_all_rewards_are_equal(
     assert first["train/teacher_coef"] == first["train/teacher_share"] == 1.0
     assert first["train/without_teacher"] == first["train/without_hint"] == 0.0
     assert first["train/hints_in_prompts"] == 0.0 and "train/kl_to_teacher" in first
+    assert first["train/distill_kl"] > 0.0 and first["train/teacher_named_mass"] <= 1.0
     # At weight 0 the teacher does not run, and nothing is learned.
     assert second["train/teacher_coef"] == second["train/num_updates"] == 0.0
     assert "train/without_hint" not in second
@@ -119,7 +120,8 @@ def test_a_run_resumes_with_its_hints(
     parted = dataclasses.replace(config, run_dir=str(tmp_path / "parted"))
     run(dataclasses.replace(parted, num_steps=1))
     rows = run(parted)
-    for name in ("train/kl_to_teacher", "train/grad_norm", "train/teacher_share"):
+    names = ("kl_to_teacher", "distill_kl", "grad_norm", "teacher_share")
+    for name in (f"train/{name}" for name in names):
         assert [row.get(name) for row in rows[:2]] == pytest.approx(
             [row.get(name) for row in whole[:2]], rel=1e-4
         )

@@ -101,6 +101,15 @@ def test_a_step_that_learns_has_no_findings() -> None:
         ({"train/failures_gain_share": 0.25}, "failures_gain", 0.25),
         ({"rollout/cut_short_share": 0.75}, "cut_short", 0.75),
         ({"rollout/num_calls": 8.0, "train/without_teacher": 4.0}, "without_teacher", 0.5),
+        (
+            {
+                "rollout/num_calls": 8.0,
+                "train/without_teacher": 4.0,
+                "train/other_temperature": 4.0,
+            },
+            "other_temperature",
+            0.5,
+        ),
     ],
 )
 def test_what_keeps_a_step_from_learning_is_warned_of_once(

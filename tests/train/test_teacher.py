@@ -33,10 +33,24 @@ def test_a_run_learns_from_its_teacher_where_all_rewards_are_equal(tmp_path: Pat
     assert first["train/num_updates"] == 1.0 and first["train/grad_norm"] > 0.0
     assert first["train/teacher_coef"] == first["train/teacher_share"] == 1.0
     assert first["train/without_teacher"] == 0.0 and "train/kl_to_teacher" in first
+    assert first["train/distill_kl"] > 0.0 and 0.2 < first["train/teacher_named_mass"] <= 1.0
     # At weight 0 the teacher does not run, and nothing is learned.
     assert second["train/teacher_coef"] == second["train/num_updates"] == 0.0
-    assert "train/kl_to_teacher" not in second
+    assert "train/kl_to_teacher" not in second and "train/distill_kl" not in second
     assert load_model(str(tmp_path / "run" / "policy")).config == MODEL.config
+
+
+def test_tokens_that_a_teacher_names():
+    """All that a model in this process can, as many as servers allow, or none."""
+    url = ["distill.teacher_url=http://localhost:1/v1", "distill.served_model=m"]
+    for settings, number in (
+        (["distill.teacher=tiny"], 64),
+        (["distill.teacher=tiny", "distill.top_k=5", "distill.kl=reverse"], 5),
+        (["distill.teacher=tiny", "distill.kl=sampled"], 0),
+        (url, 20),
+        ([*url, "distill.top_k=5"], 5),
+    ):
+        assert load_config(Config, settings).distill.num_top == number
 
 
 def test_a_teacher_with_another_vocabulary_is_refused():

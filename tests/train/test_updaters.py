@@ -180,7 +180,7 @@ def test_merged_metrics_by_hand():
         {"train/mismatch_kl": 0.1, "train/ratio_max": 2.0, "train/num_tokens": 3.0,
          "train/skipped_updates": 1.0, "train/loss": 1.0},
         {"train/mismatch_kl": 0.5, "train/ratio_max": 1.5, "train/num_tokens": 5.0,
-         "train/skipped_updates": 0.0, "train/loss": 2.0},
+         "train/skipped_updates": 0.0, "train/loss": 2.0, "train/distill_kl": 3.0},
     ]  # fmt: skip
     assert merge_updates(rows) == {
         "train/num_updates": 2.0,
@@ -189,6 +189,7 @@ def test_merged_metrics_by_hand():
         "train/num_tokens": 8.0,
         "train/skipped_updates": 1.0,
         "train/loss": pytest.approx(1.5),
+        "train/distill_kl": 3.0,  # only the second update had a teacher
     }
 
 

@@ -34,7 +34,6 @@ from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
-MAX_LOGPROBS = 5
 Prompts = tuple[str | tuple[int, ...], ...]
 
 
@@ -61,9 +60,7 @@ class CompletionsBody(ChoiceFields, extra="allow"):
     suffix: Annotated[Any, fields.harmless("")] = None
     best_of: fields.Integer | None = None
     echo: bool | None = None
-    top_logprobs: Annotated[fields.Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None, alias="logprobs"
-    )
+    top_logprobs: fields.TopLogprobs | None = Field(None, alias="logprobs")
 
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:

@@ -37,21 +37,23 @@ def policy_loss(
     *,
     ref_logprobs: Float[Array, "B R"] | None = None,
     entropy: Float[Array, "B R"] | None = None,
+    teacher_kl: Float[Array, "B R"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Return (loss, metric sums).
 
     The loss is the sum over tokens of `weight * (c * surrogate + kl_coef * KL - entropy_coef *
-    entropy)`. The surrogate is that of `algorithm.loss`. Its ratio is to the policy named by
-    `algorithm.proximal`: the sampling policy (`batch.behavior_logprobs`) or the trainer's own
-    before the step's first update (`batch.old_logprobs`). If `old_logprobs` is None, this is the
-    first update. c is the off-policy correction.
+    entropy + coef * teacher_kl)`. The surrogate is that of `algorithm.loss`. Its ratio is to the
+    policy named by `algorithm.proximal`: the sampling policy (`batch.behavior_logprobs`) or the
+    trainer's own before the step's first update (`batch.old_logprobs`). If `old_logprobs` is None,
+    this is the first update. c is the off-policy correction.
 
     With `kl_in` "reward" the KL lowers the advantages instead. Each token pays for itself and for
-    the later tokens of its call. A teacher's scores, if the batch has any, raise or lower them too.
-    `entropy` is in nats, and an entropy bonus needs its gradient. Values where the mask is False
-    are ignored. Raises ValueError if a coefficient is above 0 and its input is missing.
+    the later tokens of its call. `teacher_kl` is the KL to a teacher that named its likeliest
+    tokens. Scores of only the sampled tokens raise or lower the advantages instead. `entropy` is in
+    nats, and an entropy bonus needs its gradient. Values where the mask is False are ignored.
+    Raises ValueError if a coefficient is above 0 and its input is missing.
     """
-    _check_given(algorithm, ref_logprobs, entropy)
+    _check_given(algorithm, ref_logprobs, entropy, batch, teacher_kl)
     mask = batch.target_mask
     logprobs, advantages = _masked(logprobs, mask), _masked(batch.advantages, mask)
     behavior = _masked(batch.behavior_logprobs, mask)
@@ -68,7 +70,11 @@ def policy_loss(
         else:  # a reward is fixed for the step, so it uses the old policy
             cost = kl_estimate(reference - old, algorithm.kl_estimator)
             advantages = advantages - algorithm.kl_coef * sums_to_go(cost, batch.target_calls)
-    if batch.teacher is not None:
+    if teacher_kl is not None:
+        to_teacher = _masked(teacher_kl, mask)
+        sums["train/distill_kl"] = to_teacher
+        extra = extra + batch.teacher.coefs * to_teacher
+    elif batch.teacher is not None:
         advantages = advantages + teacher_advantages(logprobs, batch.teacher)
     proximal = behavior if algorithm.proximal == "behavior" else old
     found = _token_loss(LossInputs(logprobs, logprobs - proximal, advantages, batch), algorithm)
@@ -122,7 +128,13 @@ def is_maximum(name: str) -> bool:
     return name.endswith("_max")
 
 
-def _check_given(algorithm: AlgorithmConfig, ref_logprobs: object, entropy: object) -> None:
+def _check_given(
+    algorithm: AlgorithmConfig,
+    ref_logprobs: object,
+    entropy: object,
+    batch: Batch,
+    teacher_kl: object,
+) -> None:
     if algorithm.kl_coef > 0.0 and ref_logprobs is None:
         raise InvalidValue(
             f"kl_coef is {algorithm.kl_coef} without ref_logprobs; pass them or set it to 0.",
@@ -134,6 +146,12 @@ def _check_given(algorithm: AlgorithmConfig, ref_logprobs: object, entropy: obje
             f"entropy_coef is {algorithm.entropy_coef} without entropy; pass it or set it to 0.",
             reason="missing",
             key="entropy",
+        )
+    if batch.teacher is not None and batch.teacher.top is not None and teacher_kl is None:
+        raise InvalidValue(
+            "a teacher named its likeliest tokens without teacher_kl; pass the KL to it.",
+            reason="missing",
+            key="teacher_kl",
         )
 
 

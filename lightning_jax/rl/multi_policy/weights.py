@@ -22,7 +22,8 @@ RATES = {
 }
 SUMS = (
     "time/", "train/loss", "train/value_loss", "train/value_clip_fraction", "train/num_",
-    "train/tokens_", "train/dropped_", "train/skipped_updates"
+    "train/tokens_", "train/dropped_", "train/skipped_updates", "train/without_teacher",
+    "train/other_temperature",
 )  # fmt: skip
 
 

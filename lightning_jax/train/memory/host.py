@@ -13,7 +13,7 @@ from lightning_jax.models.memory import turns_kernels, weight_bytes
 from lightning_jax.models.sharding import make_mesh, serving_mesh
 from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.train.config import Config
-from lightning_jax.train.memory.items import MemoryItem
+from lightning_jax.train.memory.items import MemoryItem, named_bytes
 
 # Measured with SmolLM2-135M on 2 cores of an AMD EPYC, 25 November 2026 (benchmarks/LOG.md): what a
 # process holds beside its weights when it has loaded them (0.36 to 0.46 GiB), and what is left of
@@ -35,6 +35,9 @@ def process_items(model: DecoderConfig, config: Config) -> list[MemoryItem]:
         MemoryItem("Python, JAX and libraries", PROCESS // devices, _NO_SETTING),
         MemoryItem(f"{number} compiled programs", programs // devices, fewer),
     ]
+    if named := named_bytes(config):  # in the sequences, and in batches before they are sharded
+        lower = f"Lower distill.top_k={config.distill.num_top}, or set distill.kl to sampled"
+        items.append(MemoryItem("copies of the teacher's tokens", 2 * named // devices, lower))
     algorithm = config.algorithm
     if config.warmup.num_steps or algorithm.has_critic or algorithm.has_reference:
         # CompileAhead leaves this to the update.

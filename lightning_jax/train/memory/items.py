@@ -132,6 +132,24 @@ def step_items(model: DecoderConfig, config: Config, mesh: Mesh) -> list[MemoryI
     ]
 
 
+def named_bytes(config: Config) -> int:
+    """Return the size of the teacher's likeliest tokens at the targets of a step, 0 without any.
+
+    Each rollout counts as a row of a batch, which is the most unless rollouts have several
+    conversations. A token has an id and a log-probability.
+    """
+    rollouts = config.rollout.tasks_per_step * config.rollout.group_size
+    named = config.distill.num_top if config.distill.has_teacher else 0
+    return rollouts * config.batch.max_targets * named * (4 + 4)
+
+
+def named_items(config: Config, mesh: Mesh) -> list[MemoryItem]:
+    """Return the memory of a step's likeliest tokens by a teacher, if it names any."""
+    share = named_bytes(config) // num_row_shards(mesh)
+    lower = f"Lower distill.top_k={config.distill.num_top}, or set distill.kl to sampled"
+    return [MemoryItem("the teacher's likeliest tokens", share, lower)] if share else []
+
+
 def publish_items(
     model: DecoderConfig, config: Config, training: Mesh, serving: Mesh
 ) -> tuple[MemoryItem, MemoryItem]:

@@ -13,9 +13,10 @@ from lightning_jax.models.lora import frozen_part, pick, trained_part
 from lightning_jax.models.sharding import batch_sharding, param_shardings
 from lightning_jax.models.transformer import param_shapes
 from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rl.losses.objectives import metric_names
 from lightning_jax.rl.microbatches import bundles
-from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
 from lightning_jax.rl.train_state import TrainState
 from lightning_jax.rl.updater import Updater
 from lightning_jax.train.config import Config
@@ -30,11 +31,13 @@ def lower_step(updater: Updater, config: Config) -> tuple[Any, Any]:
     whole = NamedSharding(updater.mesh, PartitionSpec())
     state = _abstract_state(updater, config.model.dtype)
     params, policies = state.params, updater.policies
-    (batch,), _ = make_batches([_smallest_sequence(None if policies is None else 0)], config.batch)
+    smallest = _smallest_sequence(None if policies is None else 0, config.distill)
+    (batch,), _ = make_batches([smallest], config.batch)
     batch = jax.tree.map(lambda leaf: _abstract(leaf, batch_sharding(updater.mesh)), batch)
     reference = params if config.algorithm.kl_coef > 0 else None
     ((bundle, count),) = bundles([batch])
-    names = metric_names(functions.objective, None, reference is not None)
+    has_top = batch.teacher is not None and batch.teacher.top is not None
+    names = metric_names(functions.objective, None, reference is not None, has_top)
     sums = {name: _scalar(jnp.float32, whole) for name in names}
     grads = (params, None)
     present = () if policies is None else (np.ones(policies.number, bool),)
@@ -69,8 +72,18 @@ def _abstract_state(updater: Updater, dtype: str) -> TrainState:
     return TrainState(_scalar(jnp.int32, whole), params, moments, base=base)
 
 
-def _smallest_sequence(adapter: int | None) -> TrainingSequence:
-    return TrainingSequence((1,), (1,), (0.0,), 1.0, 1.0, adapter=adapter)
+def _smallest_sequence(adapter: int | None, distill: DistillConfig) -> TrainingSequence:
+    scores = None
+    if distill.has_teacher:
+        shape = (1, distill.num_top)
+        top = LikelyTokens(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+        scores = TeacherScores((0.0,), top if distill.num_top else None)
+    return TrainingSequence(
+        *((1,), (1,), (0.0,), 1.0, 1.0),
+        adapter=adapter,
+        teacher_scores=scores,
+        teacher_kl=distill.kl,
+    )
 
 
 def _abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

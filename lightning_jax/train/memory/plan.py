@@ -31,6 +31,7 @@ from lightning_jax.train.memory.host import (
 )
 from lightning_jax.train.memory.items import (
     MemoryItem,
+    named_items,
     publish_items,
     serving_items,
     state_items,
@@ -144,8 +145,10 @@ def _busiest(config: Config) -> str:
 
 
 def _update_items(model: DecoderConfig, config: Config, training: Mesh) -> list[MemoryItem]:
-    """Return `step_items`, or nothing for a run that only evaluates."""
-    return step_items(model, config, training) if config.total_steps else []
+    """Return what an update adds, nothing for a run that only evaluates."""
+    if config.total_steps == 0:
+        return []
+    return [*named_items(config, training), *step_items(model, config, training)]
 
 
 def plan_run(config: Config) -> Plan:

@@ -211,7 +211,7 @@ def test_offsets_of_a_known_answer() -> None:
         ({"prompt": [2**70]}, "prompt", "wrong_type"),
         ({"suffix": "end"}, "suffix", "unsupported"),
         ({"best_of": 2}, "best_of", "unsupported"),
-        ({"logprobs": 6}, "logprobs", "out_of_range"),
+        ({"logprobs": 21}, "logprobs", "out_of_range"),
         ({"logprobs": True}, "logprobs", "wrong_type"),
         ({"n": 0}, "n", "out_of_range"),
         ({"echo": "yes"}, "echo", "wrong_type"),

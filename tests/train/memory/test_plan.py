@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -19,12 +20,21 @@ from lightning_jax.models.formats.load import load_shape, save_hf
 from lightning_jax.models.lora import adapted_shape
 from lightning_jax.models.sharding import param_shapes
 from lightning_jax.models.transformer import DecoderConfig
-from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rl.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DistillConfig,
+    OptimizerConfig,
+)
+from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.train.config import Config, WarmupConfig
 from lightning_jax.train.memory import plan
+from lightning_jax.train.memory.host import process_items
+from lightning_jax.train.memory.lowering import lower_step
+from lightning_jax.train.updaters import phase_updater
 
 CONFIGS = Path(__file__).parents[3] / "experiments" / "configs"
 MODEL = tiny_model(num_layers=1)
@@ -98,6 +108,44 @@ def test_dpo_keeps_a_reference() -> None:
     config = dataclasses.replace(CONFIG, algorithm=AlgorithmConfig(loss="dpo"))
     found = sizes(plan.make_plan(MODEL.config, config))
     assert found["reference policy"] == found["weights in float32"]
+
+
+def test_tokens_that_a_teacher_names_by_hand() -> None:
+    """An id and a log-probability of 4 bytes each, for 16 rollouts of 8 targets."""
+
+    def found(**distill: Any) -> dict[str, int]:
+        rollout = RolloutConfig(tasks_per_step=4, group_size=4)
+        settings = DistillConfig(**distill)
+        config = dataclasses.replace(CONFIG, rollout=rollout, distill=settings)
+        return sizes(plan.make_plan(MODEL.config, config))
+
+    size = 16 * 8 * 5 * (4 + 4)
+    sharded = found(teacher="tiny", top_k=5)["the teacher's likeliest tokens"]
+    assert sharded == found(hint="f:g", top_k=5)["the teacher's likeliest tokens"] == size
+    for none in ({}, {"teacher": "tiny", "kl": "sampled"}):
+        assert "the teacher's likeliest tokens" not in found(**none)
+    config = dataclasses.replace(
+        CONFIG,
+        rollout=RolloutConfig(tasks_per_step=4, group_size=4),
+        distill=DistillConfig(hint="f:g", top_k=5),
+        mesh=MeshConfig(data=2, fsdp=4),
+    )
+    assert (
+        sizes(plan.make_plan(MODEL.config, config))["the teacher's likeliest tokens"] == size // 8
+    )
+    (copies,) = (
+        item for item in process_items(MODEL.config, config) if item.name.startswith("copies")
+    )
+    assert copies.num_bytes == 2 * size // jax.local_device_count()
+
+
+def test_a_taught_step_compiles_like_the_run_does() -> None:
+    config = dataclasses.replace(CONFIG, distill=DistillConfig(hint="f:g", top_k=5))
+    updater = phase_updater(MODEL.config, config, supervised=False)
+    for kl, named in (("forward", True), ("sampled", False)):
+        distill = dataclasses.replace(config.distill, kl=kl)
+        gradients, _ = lower_step(updater, dataclasses.replace(config, distill=distill))
+        assert ("8x5xi32" in gradients.as_text()) is named
 
 
 def test_first_moments_in_bfloat16_take_half() -> None:
