@@ -55,7 +55,7 @@ _TEXTS = {
     "rollout/response_tokens": "tokens: all responses together",
     "rollout/response_tokens_mean": "tokens: mean length of a response",
     "rollout/response_tokens_max": "tokens: longest response",
-    "rollout/cut_short_share": "share: responses that the token limit cut",
+    "rollout/cut_short_share": "share: responses that a limit of tokens or time cut",
     "rollout/agent_NAME_mean": "agent's: mean of a number that the agent returned",
     "rollout/rule_NAME": "times: how often a reward rule applied",
     "rollout/rule_NAME_without_call": "times: how often no recorded call had caused it",
@@ -173,6 +173,8 @@ _TEXTS = {
     "serve/prefix_breaks": "calls: number that replay a response but not its token ids",
     "serve/malformed_tool_calls": "calls: tool calls that could not be read",
     "serve/joined_calls": "calls: retries that joined a running or answered call",
+    "serve/late_responses": "responses: number that a time limit ended, with their tokens so far. "
+    "Raise rollout.call_timeout_s",
     "serve/compiles": "programs: number compiled since the start",
     "serve/samplers": "samplers: number that serve, of a cluster",
     "serve/samplers_lost": "samplers: number that died or fell silent since the start",
