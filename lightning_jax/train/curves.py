@@ -53,6 +53,14 @@ INTERNALS = (
     Panel("supervised loss (nats/token)", ("warmup/loss",), text="warm-up on demonstrations"),
     Panel("entropy (nats/token)", ("train/entropy",)),
     Panel("sampler-trainer KL (nats)", ("train/mismatch_kl",), is_log=True),
+    Panel(
+        "corrections cut, by length (share)",
+        tuple(
+            f"train/correction_truncated_share/length={name}"
+            for name in ("short", "medium", "long")
+        ),
+        text="tokens of short, medium and long responses",
+    ),
     Panel("gradient norm", ("train/grad_norm", "warmup/grad_norm"), is_log=True),
     Panel(
         "repeated and copied text (share)",

@@ -118,14 +118,17 @@ _TEXTS = {
     "train/ratio_max": "ratio: largest such ratio",
     "train/correction_ratio_mean": "ratio: mean ratio of the old to the behavior policy",
     "train/correction_ratio_max": "ratio: largest such ratio",
-    "train/correction_truncated_share": "share: tokens whose correction was cut",
-    "train/correction_masked_share": "share: tokens that the correction left out",
-    "train/correction_changed_share": "share: tokens that a custom correction changed",
+    "train/correction_truncated_share": "share: tokens whose correction was cut. By length=short, "
+    "medium and long (above 256 and 1024 trained tokens of a response), too: if it grows with the "
+    "length, set algorithm.correction_level=token or lower rollout.ahead",
+    "train/correction_masked_share": "share: tokens that the correction left out. By length, too",
+    "train/correction_changed_share": "share: tokens that a custom correction changed. By length, "
+    "too",
     "train/grad_norm": "norm: gradient of the policy before clipping",
     "train/num_updates": "updates: optimizer updates of the step",
     "train/skipped_updates": "updates: number whose gradient was not finite",
     "train/num_batches": "microbatches: number of the step",
-    "train/num_tokens": "tokens: trained tokens",
+    "train/num_tokens": "tokens: trained tokens. With a correction by length=short, medium, long",
     "train/num_sequences": "calls: number in the batch",
     "train/num_rows": "rows: rows of the batch",
     "train/num_distinct_targets": "targets: pairs of a node and a next token, counted once",
