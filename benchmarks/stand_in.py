@@ -6,6 +6,7 @@ from dataclasses import replace
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.tokenizer import Tokenizer
 
@@ -29,6 +30,7 @@ class StandInEngine:
         sampling: SamplingParams,
         adapter: int | None = None,
         tenant: str | None = None,
+        time_limit: TimeLimit | None = None,
     ) -> Generation:
         """Return a generation that `answer` completes."""
         generation = Generation(lambda _: None)

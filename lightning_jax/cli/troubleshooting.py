@@ -79,6 +79,11 @@ SECTIONS = {
             "correct the pattern, or the name that the agent uses",
         ),
         Row(
+            "replies were cut at a time limit (`serve/late_responses` high)",
+            "they decode for longer than `rollout.call_timeout_s`, or until the rollout's deadline",
+            "raise `rollout.call_timeout_s` and `rollout.timeout_s`, or ask for shorter answers",
+        ),
+        Row(
             "rollouts met their deadline while calls waited (`deadline_in_queue`)",
             "calls waited for a slot or a compilation, which is not the policy's fault",
             "lower `rollout.concurrency`; raise `rollout.timeout_s` or `serve.slots`",

@@ -58,6 +58,12 @@ class SamplerActor(ClusterProcess):
     async def posted_reward(self, rollout_id: str) -> float | None:
         return self._sampler.posted_reward(rollout_id)
 
+    async def lost(self, rollout_id: str) -> Any:
+        return self._sampler.lost(rollout_id)
+
+    async def expire(self, rollout_id: str) -> None:
+        await self._sampler.expire(rollout_id)
+
     async def close_rollout(self, rollout_id: str) -> Any:
         return await self._sampler.close_rollout(rollout_id)
 

@@ -16,6 +16,7 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
 from lightning_jax.gateway.routing import Routing
+from lightning_jax.gateway.waits import Lost
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.sharding import serving_mesh
@@ -110,6 +111,13 @@ class Sampler:
 
     def posted_reward(self, rollout_id: str) -> float | None:
         return self._gateway.posted_reward(rollout_id)
+
+    def lost(self, rollout_id: str) -> Lost:
+        return self._gateway.lost(rollout_id)
+
+    async def expire(self, rollout_id: str) -> None:
+        """End a rollout's responses at its deadline. See `Gateway.expire_rollout`."""
+        await self._gateway.expire_rollout(rollout_id)
 
     async def close_rollout(self, rollout_id: str) -> Traffic:
         """Close a rollout, and return its traffic once the run has its spans."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_jax.cluster.weights import Sent, on_host
 from lightning_jax.gateway.app import RolloutSettings, Traffic
 from lightning_jax.gateway.metrics import PRESENT
 from lightning_jax.gateway.remote import RemoteEngine
+from lightning_jax.gateway.waits import Lost
 from lightning_jax.models.formats.param_names import Path
 from lightning_jax.models.transformer import Params
 from lightning_jax.rollouts.servers import Opened
@@ -173,6 +175,18 @@ class Samplers:
             return await self._ask(live, live.actor.posted_reward.remote(rollout_id))
         except SamplerLost:
             return None
+
+    async def lost(self, rollout_id: str) -> Lost:
+        live = self._at[rollout_id]
+        try:
+            return await self._ask(live, live.actor.lost.remote(rollout_id))
+        except SamplerLost:
+            return Lost()
+
+    async def expire(self, rollout_id: str) -> None:
+        live = self._at[rollout_id]
+        with suppress(SamplerLost):
+            await self._ask(live, live.actor.expire.remote(rollout_id))
 
     async def close(self, rollout_id: str) -> Traffic:
         live = self._at.pop(rollout_id)

@@ -18,6 +18,7 @@ from lightning_jax.engine.generation import (
 )
 from lightning_jax.engine.response import Response
 from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
@@ -173,9 +174,12 @@ class SlotLoop(Generic[Request]):
         """Refuse new requests, and return when none is open."""
         await self._intake.drain()
 
-    def _respond(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Response:
+    def _respond(
+        self, prompt: tuple[int, ...], sampling: SamplingParams, time_limit: TimeLimit | None
+    ) -> Response:
         """Return the response to a prompt, still empty. Raises the errors of `check_prompt`."""
         self._intake.check_prompt(prompt)
         limit = min(sampling.max_tokens, self._programs.max_len - len(prompt))
         decoder = StreamDecoder(self._tokenizer)
-        return Response(decoder, self._tokenizer.eos_ids, sampling, limit)
+        stalled_s = self._programs.waited_s
+        return Response(decoder, self._tokenizer.eos_ids, sampling, limit, time_limit, stalled_s)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from lightning_jax.engine.admission import LoopStatus, join_statuses
 from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Generation
+from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 
@@ -47,6 +48,7 @@ class LoopsByPolicy:
         sampling: SamplingParams,
         adapter: int | None = None,
         tenant: str | None = None,
+        time_limit: TimeLimit | None = None,
     ) -> Generation:
         """Queue a request on the loop with index `adapter`. See `EngineLoop.submit`.
 
@@ -58,7 +60,8 @@ class LoopsByPolicy:
                 reason="unknown",
                 key="adapter",
             )
-        return self._loops[adapter].submit(prompt_ids, sampling, tenant=tenant)
+        loop = self._loops[adapter]
+        return loop.submit(prompt_ids, sampling, tenant=tenant, time_limit=time_limit)
 
     def stats(self) -> dict[str, float]:
         """Return the counters, summed over all loops."""

@@ -15,6 +15,7 @@ from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.replicas import FAILED, Router, split_by_data
 from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
@@ -122,12 +123,13 @@ class Engine:
         sampling: SamplingParams,
         adapter: int | None = None,
         tenant: str | None = None,
+        time_limit: TimeLimit | None = None,
     ) -> Generation:
         """Queue a request on one replica. See `EngineLoop.submit`."""
         # A failed loop is idle, so without this it would get every request.
         loads = [loop.num_open if loop.status != "failed" else FAILED for loop in self._loops]
         chosen = self._loops[self._router.select(prompt_ids, loads) if len(loads) > 1 else 0]
-        return chosen.submit(prompt_ids, sampling, adapter, tenant)
+        return chosen.submit(prompt_ids, sampling, adapter, tenant, time_limit)
 
     def publish(self, params: Params | None, version: int | None = None) -> None:
         """Use these weights for new requests, and for running ones from their next token on.

@@ -79,6 +79,7 @@ class Executables:
         self._locks: dict[Size, threading.Lock] = {}  # held while a thread compiles the size
         self._calls: Counter[Size] = Counter()  # of `count_call`
         self._requested: set[Size] = set()
+        self.waited_s = 0.0  # of callers, for executables that were not ready
 
     @property
     def ready(self) -> frozenset[Size]:
@@ -101,13 +102,11 @@ class Executables:
 
     def exactly(self, size: Size, *arguments: Any) -> Any:
         """Return the executable of this size. Compile it, unless that has been done."""
-        with self._locks.setdefault(size, threading.Lock()):
-            if size not in self._ready:
-                started = time.monotonic()
-                self._ready[size] = self.lower(size, *_shapes(arguments)).compile()
-                seconds = time.monotonic() - started
-                log.debug("compiled %s %s in %.1f s", self._name, size, seconds)
-            return self._ready[size]
+        if size not in self._ready:
+            started = time.monotonic()
+            self._compile(size, *arguments)
+            self.waited_s += time.monotonic() - started
+        return self._ready[size]
 
     def count_call(self, size: Size, *arguments: Any, calls: int = 1) -> None:
         """Count calls that other sizes serve for this one, and request it once it pays back."""
@@ -120,7 +119,16 @@ class Executables:
         if size not in self._ready and size not in self._requested:
             shapes = _shapes(arguments)
             self._requested.add(size)
-            self._compiler.request((self._name, size), lambda: self.exactly(size, *shapes))
+            self._compiler.request((self._name, size), lambda: self._compile(size, *shapes))
+
+    def _compile(self, size: Size, *arguments: Any) -> None:
+        with self._locks.setdefault(size, threading.Lock()):
+            if size in self._ready:
+                return
+            started = time.monotonic()
+            self._ready[size] = self.lower(size, *_shapes(arguments)).compile()
+            seconds = time.monotonic() - started
+            log.debug("compiled %s %s in %.1f s", self._name, size, seconds)
 
 
 def _at_least(size: Size, sizes: Iterable[Size]) -> list[Size]:

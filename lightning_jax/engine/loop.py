@@ -20,6 +20,7 @@ from lightning_jax.engine.grammar import GrammarCompiler
 from lightning_jax.engine.grammar_process import GrammarLimits
 from lightning_jax.engine.logits import LogitAdjuster, moves_logits
 from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.lora import frozen_part, overlay
@@ -115,18 +116,20 @@ class EngineLoop(SlotLoop[Request]):
         sampling: SamplingParams,
         adapter: int | None = None,
         tenant: str | None = None,
+        time_limit: TimeLimit | None = None,
     ) -> Generation:
         """Queue a request. Call it on an event loop's thread.
 
         `adapter` selects one of a model's several adapters, and is None for other models. `tenant`
-        is the owner of the request: tenants share the slots fairly.
+        is the owner of the request: tenants share the slots fairly. A `time_limit` belongs to one
+        request.
 
         Raises PromptTooLong, QueueFull, Draining, EngineError after a failure, and ValueError for
         an empty prompt or a bias on an unknown token. If a grammar does not compile, the response
         ends as "error". Call `prepare` first to catch that.
         """
         prompt = tuple(prompt_ids)
-        response = self._respond(prompt, sampling)
+        response = self._respond(prompt, sampling, time_limit)
         self._check_adapter(adapter)
         adjuster = self._adjuster(sampling)
         generation = Generation(self._cancel)

@@ -3,8 +3,10 @@
 No JAX, no threads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import Completion, PromptScores, SamplingParams, TopLogprobs
 from lightning_jax.models.tokenizer import StreamDecoder
 from lightning_jax.types import FinishReason
@@ -71,15 +73,21 @@ class StopStrings:
 
 @dataclass
 class Response:
-    """Tokens and text of one request so far, at most `limit` tokens."""
+    """Tokens and text of one request so far, at most `limit` tokens.
+
+    `stalled_s` returns the seconds in which the engine stood still, which no `time_limit` counts.
+    """
 
     decoder: StreamDecoder
     eos_ids: frozenset[int]
     sampling: SamplingParams
     limit: int
+    time_limit: TimeLimit | None = None
+    stalled_s: Callable[[], float] = float
     tokens: list[SampledToken] = field(default_factory=list)
     text: str = ""
     prompt_scores: PromptScores | None = None
+    is_late: bool = False  # the time limit ended it
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.sampling.stop)
@@ -87,15 +95,18 @@ class Response:
     def push(self, token: SampledToken) -> tuple[Chunk, FinishReason | None]:
         """Add a token. Return its chunk, and the finish reason if the response ends with it."""
         self.tokens.append(token)
+        is_late = self.time_limit is not None and self.time_limit.is_over(self.stalled_s())
         text = self.decoder.push(token.token_id)
         reason: FinishReason | None = None
         if token.token_id in self.eos_ids and not self.sampling.ignore_eos:
             reason = "stop"
-        elif len(self.tokens) >= self.limit:
+        elif is_late or len(self.tokens) >= self.limit:
             reason = "length"
         if reason:
             text += self.decoder.flush()
         shown, stopped = self._stops.push(text, final=reason is not None)
+        reason = "stop" if stopped else reason
+        self.is_late = is_late and reason == "length" and len(self.tokens) < self.limit
         self.text += shown
         chunk = Chunk(
             shown,
@@ -106,7 +117,7 @@ class Response:
             (token.forced,),
             (token.top_logprobs,),
         )
-        return chunk, "stop" if stopped else reason
+        return chunk, reason
 
     def completion(self, reason: FinishReason) -> Completion:
         """Return the whole response."""
@@ -121,4 +132,5 @@ class Response:
             forced=tuple(token.forced for token in self.tokens),
             top_logprobs=tuple(token.top_logprobs for token in self.tokens),
             prompt_scores=self.prompt_scores,
+            is_late=self.is_late,
         )

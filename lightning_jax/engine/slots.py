@@ -155,6 +155,10 @@ class SlotPrograms:
         # a bias.
         self._generate_adjusted = decode("generate_adjusted", generate)
         self._generate_biased = decode("generate_biased", generate)
+        self._sized = (
+            *(self._prefill, self._generate, self._generate_steps),
+            *(self._generate_adjusted, self._generate_biased),
+        )
 
     def put_on_mesh(self, params: Params | Spread) -> Params:
         """Return a copy of the weights, or of some of them, in the engine's layout and dtype.
@@ -334,10 +338,12 @@ class SlotPrograms:
     def compiles(self) -> int:
         """Number of programs compiled so far."""
         functions: Any = (self._init, self._init_row, self._insert, self._activate, self._retire)
-        sized = (self._prefill, self._generate, self._generate_steps)
-        sized += (self._generate_adjusted, self._generate_biased)
-        compiled = sum(len(executables.ready) for executables in sized)
+        compiled = sum(len(executables.ready) for executables in self._sized)
         return self.pages.compiles + compiled + sum(f._cache_size() for f in functions)
+
+    def waited_s(self) -> float:
+        """Return the seconds so far in which calls waited for prefill and generate programs."""
+        return sum(executables.waited_s for executables in self._sized)
 
     def compile_first(self, params: Params, state: DecodeState, num_requests: int = 1) -> None:
         """Begin to compile, in a thread, what the first requests need and what can serve all.

@@ -91,6 +91,7 @@ class Completion:
     prompt_scores: PromptScores | None = None  # if requested
     # Of the policy at the request's temperature (1 if greedy), unfiltered and unbiased.
     tempered_logprobs: tuple[float, ...] = ()
+    is_late: bool = False  # its time limit ended it, and `finish_reason` is "length"
 
     def __post_init__(self) -> None:
         fill_default(self, "forced", False, like="token_ids")

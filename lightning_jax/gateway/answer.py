@@ -88,11 +88,6 @@ class AnswerBuilder:
         self._started_ns = time.monotonic_ns()
         self._first_token_ns = 0
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds until the first token, or so far."""
-        return ((self._first_token_ns or time.monotonic_ns()) - self._started_ns) / 1e9
-
     def add(self, pieces: Sequence[Piece], chunk: Chunk | None) -> Delta:
         """Add pieces and tokens, and return them as a delta."""
         self._first_token_ns = self._first_token_ns or time.monotonic_ns()

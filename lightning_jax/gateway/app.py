@@ -42,6 +42,7 @@ from lightning_jax.gateway.request import POLICY
 from lightning_jax.gateway.responder import PolicyLoop, Responder
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
+from lightning_jax.gateway.waits import Lost
 from lightning_jax.traces import otlp
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.sink import SpanSink
@@ -102,7 +103,7 @@ class Gateway:
         if initial is not None:
             responders["initial"] = replace(responder, loop=initial)
         self.api_key = serve.api_key or secrets.token_urlsafe(24)
-        self._rollouts = OpenRollouts(store, serve)
+        self._rollouts = OpenRollouts(store, serve, self.pauses.now_s)
         self._reports = Reports(store, self._rollouts.owners, self._meters)
         self._callers = Callers(self.api_key, self._rollouts, responder, routing or Routing())
         self._calls = CallHandler(self._callers, responders, self._reports, self._bodies)
@@ -189,6 +190,18 @@ class Gateway:
     def idle_s(self, rollout_id: str) -> float:
         """Return the seconds since the open rollout's last request, 0 while it has a call."""
         return self._rollouts[rollout_id].idle_s
+
+    def lost(self, rollout_id: str) -> Lost:
+        """Return the seconds in which all the open rollout's calls in flight waited for a token."""
+        return self._rollouts[rollout_id].waits.lost
+
+    async def expire_rollout(self, rollout_id: str) -> None:
+        """End the open rollout's responses at its deadline, and refuse its later calls.
+
+        Responses that decode end as "length" with their tokens so far. Return once they are
+        recorded.
+        """
+        await self._rollouts[rollout_id].expire()
 
     def close_rollout(self, rollout_id: str) -> Traffic:
         """Close a rollout and return its traffic. Raise ValueError if it is not open.

@@ -33,5 +33,5 @@ CODES = {
     "upstream_error": (502, "the server of a role with a URL failed"),
     "draining": (503, "the server is shutting down"),
     "not_open": (503, "the run takes no rollouts yet, because it starts or warms up"),
-    "call_timeout": (504, "the call took longer than `rollout.call_timeout_s`"),
+    "call_timeout": (504, "the call waited for longer than `rollout.call_timeout_s`"),
 }

@@ -21,6 +21,9 @@ COUNTERS = {
     "prefix_breaks": "Prompts that repeat an earlier response but not its token ids.",
     "malformed_tool_calls": "Tool calls that could not be parsed and were returned as text.",
     "joined_calls": "Retries that joined the call of an earlier request.",
+    "late_responses": (
+        "Responses that rollout.call_timeout_s or the deadline of their rollout ended as length."
+    ),
     "forgotten_answers": (
         "Answers dropped because their rollout exceeded serve.max_kept_mib_per_rollout."
     ),

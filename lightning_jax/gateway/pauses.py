@@ -1,6 +1,7 @@
 """Deadlines of calls and rollouts, which stand still while something else has the devices."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -8,12 +9,13 @@ from contextlib import asynccontextmanager, contextmanager
 class Pauses:
     """Times in which no deadline runs, such as an update on the devices that also serve.
 
-    Use it on one event loop.
+    Use it on one event loop. Any thread may read `now_s`.
     """
 
     def __init__(self) -> None:
         self._num_open = 0
-        self._ended_s, self._since = 0.0, 0.0  # length of past pauses, and begin of the present one
+        # (length of past pauses, begin of the present one), replaced as a whole.
+        self._past: tuple[float, float | None] = 0.0, None
         self._left_s: dict[asyncio.Timeout, float] = {}  # of each deadline, during a pause
 
     @property
@@ -23,15 +25,20 @@ class Pauses:
     @property
     def total_s(self) -> float:
         """Return the length of all pauses so far, in seconds."""
-        now = asyncio.get_running_loop().time()
-        return self._ended_s + (now - self._since if self.is_active else 0.0)
+        ended_s, since = self._past
+        return ended_s + (0.0 if since is None else time.monotonic() - since)
+
+    def now_s(self) -> float:
+        """Return the time of a clock that stands still in pauses."""
+        return time.monotonic() - self.total_s
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let all deadlines stand still."""
         self._num_open += 1
         if self._num_open == 1:
-            now = self._since = asyncio.get_running_loop().time()
+            now = asyncio.get_running_loop().time()
+            self._past = self._past[0], time.monotonic()
             for limit in self._left_s:
                 if not limit.expired():
                     self._left_s[limit] = (limit.when() or now) - now
@@ -42,7 +49,7 @@ class Pauses:
             self._num_open -= 1
             if self._num_open == 0:
                 now = asyncio.get_running_loop().time()
-                self._ended_s += now - self._since
+                self._past = self.total_s, None
                 for limit, left_s in self._left_s.items():
                     if not limit.expired():
                         limit.reschedule(now + left_s)

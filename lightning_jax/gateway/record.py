@@ -168,8 +168,8 @@ def error_of(error: BaseException, call: Call) -> ApiError | None:
             return _server_error(
                 504,
                 "call_timeout",
-                f"the call took longer than {call.timeout_s:g} s; raise rollout.call_timeout_s or "
-                "ask for fewer tokens.",
+                f"the call waited for the engine for longer than {call.timeout_s:g} s; lower "
+                "rollout.concurrency or raise rollout.call_timeout_s.",
             )
         case EngineError() | GrammarProcessLost():
             return _server_error(500, "engine_error", str(error))
@@ -186,6 +186,7 @@ def _response_attributes(choice: Choice, completion: Completion) -> dict[str, An
     is_tempered = choice.sampling.temperature not in (0.0, 1.0)
     return {
         attributes.FORCED: completion.forced if any(completion.forced) else None,
+        attributes.LATE: completion.is_late or None,
         attributes.TEMPERED_LOGPROBS: completion.tempered_logprobs if is_tempered else None,
         attributes.RESPONSE_FINISH_REASONS: (completion.finish_reason,),
         attributes.USAGE_OUTPUT_TOKENS: len(completion.token_ids),

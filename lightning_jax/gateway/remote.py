@@ -7,6 +7,7 @@ from typing import NoReturn
 from lightning_jax.engine.admission import LoopStatus
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import EngineError
+from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import FieldError
 from lightning_jax.gateway.routing import Routing
@@ -40,6 +41,7 @@ class RemoteEngine:
         sampling: SamplingParams,
         adapter: int | None = None,
         tenant: str | None = None,
+        time_limit: TimeLimit | None = None,
     ) -> NoReturn:
         raise EngineError("no model is loaded; another server answers all calls.")
 

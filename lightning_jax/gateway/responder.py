@@ -1,7 +1,6 @@
 """Answer to a request: render its prompts, submit them to the engine, follow and record them."""
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from lightning_jax.engine.admission import LoopStatus
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import EngineError, Generation, PromptTooLong
 from lightning_jax.engine.grammar import GrammarError
+from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.dialects.base import ReplyContext
@@ -37,11 +37,13 @@ from lightning_jax.gateway.retries import RunningCall
 from lightning_jax.gateway.routing import Route
 from lightning_jax.gateway.sampling import sampling_params
 from lightning_jax.gateway.sessions import AnsweredCall, OpenRollout
+from lightning_jax.gateway.waits import Waits
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.sink import SpanSink
 
 Writer = tuple[ToolCallParser | PlainText, AnswerBuilder]  # of one choice
+STANDSTILL = 2  # times the limit of a response: an engine that has not ended it stands still
 MAX_RECORDED = 4  # times serve.max_len; a longer prompt is refused and its ids are not recorded
 
 
@@ -63,6 +65,7 @@ class PolicyLoop(Protocol):
         sampling: SamplingParams,
         adapter: int | None = None,
         tenant: str | None = None,
+        time_limit: TimeLimit | None = None,
     ) -> Generation: ...
 
     def stats(self) -> dict[str, float]: ...
@@ -195,13 +198,9 @@ class Responder:
         """
         count = len(call.choices)
         writers = [(self._parser(call.request), AnswerBuilder(i)) for i in range(count)]
-
-        def waited_s() -> float:
-            return max(builder.waited_s for _, builder in writers)
-
+        waits = rollout.waits if rollout else Waits(self.pauses.now_s)
         try:
-            with rollout.waiting(waited_s) if rollout else contextlib.nullcontext():
-                completions = await self._generate(call, writers, running)
+            completions = await self._generate(call, writers, running, waits)
         except (Exception, asyncio.CancelledError) as error:
             failure = error_of(error, call)
             await write(self.store, call.rollout_id, call.failed(error, failure))
@@ -225,6 +224,7 @@ class Responder:
             )
         )
         self.meters.count("malformed_tool_calls", malformed)
+        self.meters.count("late_responses", sum(c.is_late for c in completions))
         self.meters.answered(call.request.dialect, answers)
         if rollout:
             rollout.num_tokens += _num_tokens(answers)
@@ -233,37 +233,54 @@ class Responder:
         return answers
 
     async def _generate(
-        self, call: Call, writers: Sequence[Writer], running: RunningCall
+        self, call: Call, writers: Sequence[Writer], running: RunningCall, waits: Waits
     ) -> tuple[Completion, ...]:
-        """Return the engine's completions. Cancel all generations if anything fails."""
+        """Return the engine's completions. Cancel all generations if anything fails.
 
-        async def follow(generation: Generation, writer: Writer) -> Completion:
+        Each response may wait for `call.timeout_s`, and then decode for as long. A response that
+        decodes for longer ends as "length". Raise TimeoutError for one that waits for longer, or
+        that the engine does not end.
+        """
+        task, timeout_s = running.task, call.timeout_s
+        limits = [TimeLimit(timeout_s, self.pauses.now_s) for _ in call.choices]
+
+        async def follow(generation: Generation, limit: TimeLimit, writer: Writer) -> Completion:
             parser, builder = writer
-            async for chunk in generation:
-                running.emit(builder.add(parser.push(chunk.text), chunk))
-            return _checked(await generation.result())
+            async with self.pauses.timeout(timeout_s):
+                chunk = await anext(generation, None)
+            waits.begin(limit, task)
+            async with self.pauses.timeout(timeout_s and STANDSTILL * timeout_s):
+                while chunk is not None:
+                    running.emit(builder.add(parser.push(chunk.text), chunk))
+                    chunk = await anext(generation, None)
+                completion = await generation.result()
+            waits.remove([limit])
+            return _checked(completion)
 
         generations: list[Generation] = []
+        waits.add(limits)
         try:
             if call.refusal:
                 raise call.refusal
-            async with self.pauses.timeout(call.timeout_s):
+            async with self.pauses.timeout(timeout_s):
                 for grammar in {choice.sampling.grammar for choice in call.choices}:
                     if grammar is not None:
                         await self.loop.prepare(grammar, call.rollout_id or "")
-                for choice in call.choices:
-                    generations.append(self._submit(choice, call))
-                running.accept()
-                return tuple(await asyncio.gather(*map(follow, generations, writers)))
+            for choice, limit in zip(call.choices, limits, strict=True):
+                generations.append(self._submit(choice, call, limit))
+            running.accept()
+            return tuple(await asyncio.gather(*map(follow, generations, limits, writers)))
         except BaseException:
             for generation in generations:
                 generation.cancel()
             raise
+        finally:
+            waits.remove(limits)
 
-    def _submit(self, choice: Choice, call: Call) -> Generation:
+    def _submit(self, choice: Choice, call: Call, limit: TimeLimit) -> Generation:
         adapter, tenant = call.route.adapter, call.rollout_id
         try:
-            return self.loop.submit(choice.prompt_ids, choice.sampling, adapter, tenant)
+            return self.loop.submit(choice.prompt_ids, choice.sampling, adapter, tenant, limit)
         except (PromptTooLong, GrammarError):
             raise
         except ValueError as error:

@@ -17,8 +17,11 @@ from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.prompt.render import ConversationMemory
 from lightning_jax.gateway.retries import RunningCall, RunningCalls, declared_timeout_s
 from lightning_jax.gateway.saved_responses import SavedConversations
+from lightning_jax.gateway.waits import Lost, Waits
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.sink import SpanSink
+
+EXPIRE_S = 10.0  # for the engine to end the responses of a rollout that meets its deadline
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class RolloutSettings:
     top_p: float | None = None
     top_k: int | None = None
     max_tokens: int | None = None  # a ceiling, not an override
-    call_timeout_s: float | None = 60.0  # for one call, waiting included; None: no limit
+    # For one response, first waiting and then decoding; None: no limit.
+    call_timeout_s: float | None = 60.0
     max_abs_reward: float = 1e6  # of a posted reward, and of the sum for one call
     max_spans: int = 10_000  # posted by its agent, including rewards of calls
     max_spans_mib: float = 64.0  # stored size of the posted spans
@@ -45,7 +49,7 @@ class Traffic:
     unanswered: tuple[str, ...]
     num_cancelled: int  # the agent disconnected or ended before the answer was ready
     num_forgotten: int  # answers dropped because of serve.max_kept_mib_per_rollout
-    waited_s: float = 0.0  # time that calls waited for their first token, summed over the calls
+    lost: Lost = field(default_factory=Lost)  # to waiting
     loss: str | None = None  # how the server was lost, so that nothing else is known
 
 
@@ -102,14 +106,16 @@ class OpenRollout:
     choices_in_flight: int = 0
     most_choices: int = 0  # maximum of `choices_in_flight`
     num_tokens: int = 0  # in the prompts and responses of all calls
-    waited_s: float = 0.0  # until the first token of each call that has ended
-    waits: list[Callable[[], float]] = field(default_factory=list)  # the same of each running call
+    now_s: Callable[[], float] = time.monotonic  # clock of the waits, which stands still in pauses
+    late: set[asyncio.Task] = field(default_factory=set)  # calls that decoded at the deadline
+    has_expired: bool = False
     unanswered: dict[str, str] = field(default_factory=dict)  # error code by a call's identity
 
     def __post_init__(self) -> None:
         max_bytes = int(self.limits.max_kept_mib_per_rollout * 2**20)
         self.conversations = SavedConversations(max_bytes)
         self.calls = RunningCalls(max_bytes)
+        self.waits = Waits(self.now_s)
         self.owner = Owner(
             self.settings.rollout_id,
             self.root,
@@ -157,16 +163,6 @@ class OpenRollout:
             self.in_flight.discard(task)
             self.touched = time.monotonic()
 
-    @contextmanager
-    def waiting(self, seconds: Callable[[], float]) -> Iterator[None]:
-        """Count the seconds until a call's first token, which `seconds` returns at any time."""
-        self.waits.append(seconds)
-        try:
-            yield
-        finally:
-            self.waits.remove(seconds)
-            self.waited_s += seconds()
-
     def check_room(self, num_choices: int) -> None:
         """Raise ApiError if this many more responses would exceed the rollout's limits."""
         limit = self.limits.max_choices_per_rollout
@@ -197,19 +193,32 @@ class OpenRollout:
         self.num_sampled += 1
         return seed
 
+    async def expire(self) -> None:
+        """End the responses that decode at the rollout's deadline, with their tokens so far.
+
+        Return once their calls are recorded, or after EXPIRE_S. Later calls are refused.
+        """
+        self.has_expired = True
+        self.late = self.waits.end_decoding()
+        if self.late:
+            await asyncio.wait(self.late, timeout=EXPIRE_S)
+
     def end(self) -> Traffic:
         """Cancel the calls in flight and return the rollout's traffic."""
         abandoned = list(self.in_flight)
-        waited_s = self.waited_s + sum(seconds() for seconds in self.waits)
+        unanswered = list(self.unanswered.values())
+        if not all(task.done() for task in self.late):
+            unanswered.append("call_timeout")  # the deadline's cause is missing from the record
+        lost = self.waits.lost
         self.in_flight.clear()
         for task in abandoned:
             task.cancel()
         self.calls.cancel()
         return Traffic(
-            unanswered=tuple(self.unanswered.values()),
+            unanswered=tuple(unanswered),
             num_cancelled=self.num_cancelled + len(abandoned),
             num_forgotten=self.calls.num_forgotten + self.conversations.num_forgotten,
-            waited_s=waited_s,
+            lost=lost,
         )
 
 
@@ -226,8 +235,13 @@ def _too_many(code: str, limit: str, setting: str) -> ApiError:
 class OpenRollouts:
     """Open rollouts by id."""
 
-    def __init__(self, store: SpanSink | None, limits: ServeConfig) -> None:
-        self._store, self._limits = store, limits
+    def __init__(
+        self,
+        store: SpanSink | None,
+        limits: ServeConfig,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._limits, self._now_s = store, limits, now_s
         self._by_id: dict[str, OpenRollout] = {}
         self.owners = Owners()
 
@@ -246,7 +260,8 @@ class OpenRollouts:
                 key=settings.rollout_id,
             )
         sequence = self._store.next_sequence() if self._store else None
-        rollout = OpenRollout(settings, OpenSpan(sequence=sequence), self._limits)
+        root = OpenSpan(sequence=sequence)
+        rollout = OpenRollout(settings, root, self._limits, now_s=self._now_s)
         self.owners.add(rollout.owner)
         self._by_id[settings.rollout_id] = rollout
         return rollout
@@ -279,6 +294,8 @@ class OpenRollouts:
         """Return the open rollout that a URL names. Raise ApiError if there is none."""
         rollout_id, _, token = segment.rpartition("~")
         rollout = self._by_id.get(rollout_id)
+        if rollout and rollout.has_expired:
+            rollout = None
         if rollout and rollout.owner.has_token(token):
             rollout.touched = time.monotonic()
             return rollout

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from lightning_jax.rl.dpo import drop_broken_pairs, weigh_pairs
 from lightning_jax.rl.gae import CallValues, state_sequences
 from lightning_jax.rl.kl_costs import charge_later_calls, has_later_calls
 from lightning_jax.rl.losses.objectives import policy_objective, supervised_objective
-from lightning_jax.rl.losses.policy import is_maximum
+from lightning_jax.rl.losses.policy import NUM_TOKENS, is_maximum, tokens_metric
 from lightning_jax.rl.microbatches import by_sequence, by_target, measure, values_by_call
 from lightning_jax.rl.multi_policy.adapters import (
     AdapterPolicies,
@@ -397,20 +398,24 @@ def make_updater(  # noqa: PLR0913  (the arguments are independent)
 def merge_updates(updates: Sequence[Metrics]) -> Metrics:
     """Return one row of metrics for the updates of a step, of which there is at least one.
 
-    Counts are added, maxima stay maxima, and the rest are means. The sampler-trainer gap is that of
-    the first update, whose weights did the sampling.
+    Counts are added, maxima stay maxima, and the rest are means, which tokens weigh if they are of
+    responses of one length. The sampler-trainer gap is that of the first update, whose weights did
+    the sampling.
     """
     row = {"train/num_updates": float(len(updates))}
-    for name in dict.fromkeys(itertools.chain(*updates)):
-        values = [update[name] for update in updates if name in update]
+    for name in dict.fromkeys(name for update in updates for name in update):
+        having = [update for update in updates if name in update]
+        values = [update[name] for update in having]
         if name == "train/mismatch_kl":
             row[name] = values[0]
         elif is_maximum(name):
             row[name] = max(values)
+        elif name.startswith(("train/skipped_updates", NUM_TOKENS)):
+            row[name] = sum(values)
         else:
-            is_count = name.startswith(("train/skipped_updates", "train/num_tokens"))
-            count = 1 if is_count else len(values)
-            row[name] = sum(values) / count
+            over = tokens_metric(name)
+            weights = [1.0 if over == NUM_TOKENS else update[over] for update in having]
+            row[name] = sum(map(operator.mul, weights, values)) / sum(weights)
     return row
 
 

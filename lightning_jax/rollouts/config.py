@@ -145,8 +145,12 @@ class RolloutConfig(Section):
     # weights. 0: rollouts and updates take turns.
     ahead: Natural = 0
     concurrency: Count = 16  # rollouts running at once
-    timeout_s: Positive = 120.0  # limit of a rollout; beyond it the agent has failed
-    call_timeout_s: Positive = 60.0  # limit of an LLM call; beyond it the infrastructure has failed
+    # Limit of a rollout, without the time in which all its calls wait for a first token. Beyond it
+    # the agent has failed.
+    timeout_s: Positive = 120.0
+    # Limit of a response, from its first token. Beyond it the response ends as "length". Also the
+    # limit of the wait for the first token, beyond which the infrastructure has failed.
+    call_timeout_s: Positive = 60.0
     max_attempts: Count = 3  # attempts per rollout when the infrastructure fails
     # Wait before the second attempt. It doubles with each. Up to half of it is added at random, so
     # that rollouts do not all retry at once.

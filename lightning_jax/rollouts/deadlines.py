@@ -1,13 +1,23 @@
-"""Time limits of rollouts, which do not count stalls of the event loop or pauses of the gateway."""
+"""Time limits of rollouts, which do not count stalls, pauses and waits in the engine's queue."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lightning_jax.gateway.pauses import Pauses
+from lightning_jax.gateway.waits import Lost
 
 TICK_S = 0.5  # in which a stall is noticed, and a lost server
+MAX_WAITS = 10  # times the limit of a rollout that it may lose to waiting in all
+
+
+def is_starved(lost: Lost, timeout_s: float) -> bool:
+    """Return True if the server is to blame that a rollout with this limit does not end.
+
+    No call of it got a token for `timeout_s`, or MAX_WAITS times that were lost to waiting in all.
+    """
+    return lost.latest_s > timeout_s or lost.total_s > MAX_WAITS * timeout_s
 
 
 class DeadlineClock:
@@ -27,23 +37,36 @@ class DeadlineClock:
         self._due: float | None = None  # when the next tick should come; None: nobody waits
 
     async def wait(
-        self, agent: asyncio.Task[Any], timeout_s: float, loss: Callable[[], str | None]
+        self,
+        agent: asyncio.Task[Any],
+        timeout_s: float,
+        loss: Callable[[], str | None],
+        lost: Callable[[], Awaitable[Lost]],
     ) -> tuple[bool, float]:
         """Return (True if the agent ended within its time, seconds in which the loop stalled).
 
-        Stop waiting once the agent's server is lost.
+        `lost` returns the seconds that the agent has lost to waiting, which do not count. Stop
+        waiting once the agent is starved, or its server is gone, as `loss` says.
         """
         loop = asyncio.get_running_loop()
-        with self._watching(loss) as lost:
+        with self._watching(loss) as gone:
             began, stalled, paused = loop.time(), self._stalled(), self._pauses.total_s
-            while not agent.done() and not lost.done():
+            waits = Lost()
+
+            def left_s() -> float:
                 not_counted = self._stalled() - stalled + self._pauses.total_s - paused
-                left = timeout_s - (loop.time() - began - not_counted)
-                if left <= 0:
-                    break
+                return timeout_s - (loop.time() - began - not_counted - waits.total_s)
+
+            while not agent.done() and not gone.done():
                 least = TICK_S if self._pauses.is_active else 0.0
-                either, first = {agent, lost}, asyncio.FIRST_COMPLETED
-                await asyncio.wait(either, timeout=max(left, least), return_when=first)
+                if left_s() <= 0:  # only now, because the server may be another process
+                    waits = await lost()
+                    if is_starved(waits, timeout_s) or left_s() <= 0:
+                        break
+                    least = TICK_S
+                either, first = {agent, gone}, asyncio.FIRST_COMPLETED
+                limit = max(min(left_s(), timeout_s - waits.latest_s), least)
+                await asyncio.wait(either, timeout=limit, return_when=first)
             return agent.done(), self._stalled() - stalled
 
     @contextmanager

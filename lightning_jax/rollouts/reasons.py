@@ -35,12 +35,14 @@ REASONS = {
     ),
     "deadline": Reason(
         "agent",
-        "the agent ran longer than `rollout.timeout_s`",
+        "the agent ran longer than `rollout.timeout_s`, without the waits of its calls; a call "
+        "that decoded then is recorded with its tokens so far",
         "raise it, ask for fewer tokens, or lower `rollout.concurrency` on a busy machine",
     ),
     "deadline_in_queue": Reason(
-        "agent",
-        "the same, while its calls waited for their first token for most of that time",
+        "infrastructure",
+        "its calls waited for longer than `rollout.timeout_s` and none got a token, or for ten "
+        "times as long in all",
         "lower `rollout.concurrency`, or raise `rollout.timeout_s`",
     ),
     "CancelledError": Reason(
@@ -115,8 +117,9 @@ REASONS = {
     ),
     "call_timeout": Reason(
         "infrastructure",
-        "a call took longer than `rollout.call_timeout_s`, and no retry was answered",
-        "raise it, or lower `rollout.concurrency`",
+        "a call waited for its first token for longer than `rollout.call_timeout_s`, and no retry "
+        "was answered",
+        "lower `rollout.concurrency`, or raise the limit",
     ),
     "draining": Reason("infrastructure", "the server was shutting down", "run the command again"),
     "engine_error": Reason(

@@ -28,7 +28,7 @@ from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
 from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
 from lightning_jax.rollouts.config import MEASURING, RolloutConfig
-from lightning_jax.rollouts.deadlines import DeadlineClock
+from lightning_jax.rollouts.deadlines import DeadlineClock, is_starved
 from lightning_jax.rollouts.outcome import (
     DEADLINE,
     DEADLINE_IN_QUEUE,
@@ -282,7 +282,14 @@ class Runner:
         with below(opened.root):
             running = asyncio.create_task(execute())
         try:
-            in_time, stalled_s = await self.clock.wait(running, self.config.timeout_s, opened.loss)
+            in_time, stalled_s = await self.clock.wait(
+                running,
+                self.config.timeout_s,
+                opened.loss,
+                partial(self.server.lost, rollout_id),
+            )
+            if not in_time:  # before the agent hangs up on a call that decodes
+                await self.server.expire(rollout_id)
         finally:
             if not running.done():
                 await end_agent(running, rollout_id)
@@ -347,16 +354,16 @@ class IdleClock:
 def _blamed(outcome: Outcome, traffic: Traffic, stalled_s: float, timeout_s: float) -> Outcome:
     """Return the outcome with the status that the gateway's knowledge of the calls implies.
 
-    A deadline also has another reason if calls waited in the queue for most of the time.
+    A deadline is the server's fault if it starved the rollout.
     """
     if traffic.loss:  # the reward may rest on calls and posts that nobody knows of
         return Outcome("infrastructure_failure", reason=SERVER_LOST, detail=traffic.loss)
     if outcome.status == "agent_failure" and traffic.unanswered:
         # The agent stopped after a call that the server could not answer.
         return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])
-    if outcome.reason == DEADLINE and traffic.waited_s > timeout_s / 2:
-        detail = f"{outcome.detail}, and its calls waited for {traffic.waited_s:.1f} s"
-        outcome = replace(outcome, reason=DEADLINE_IN_QUEUE, detail=detail)
+    if outcome.reason == DEADLINE and is_starved(traffic.lost, timeout_s):
+        detail = f"its calls waited for {traffic.lost.total_s:.1f} s"
+        return Outcome("infrastructure_failure", reason=DEADLINE_IN_QUEUE, detail=detail)
     gave_up = traffic.num_cancelled > 0 and stalled_s < STANDSTILL_S
     if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
         return replace(outcome, status="agent_failure")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
+from lightning_jax.gateway.waits import Lost
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.types import LLM
 
@@ -33,6 +34,14 @@ class RolloutServer(Protocol):
         """Return the reward posted for the open rollout, or None if there is none."""
         ...
 
+    async def lost(self, rollout_id: str) -> Lost:
+        """Return the seconds that the open rollout has lost to waiting. See `Gateway.lost`."""
+        ...
+
+    async def expire(self, rollout_id: str) -> None:
+        """End the open rollout's responses at its deadline. See `Gateway.expire_rollout`."""
+        ...
+
     async def close(self, rollout_id: str) -> Traffic:
         """Close the rollout, which cancels its calls in flight, and return its traffic."""
         ...
@@ -50,6 +59,12 @@ class GatewayServer:
 
     async def posted_reward(self, rollout_id: str) -> float | None:
         return self.gateway.posted_reward(rollout_id)
+
+    async def lost(self, rollout_id: str) -> Lost:
+        return self.gateway.lost(rollout_id)
+
+    async def expire(self, rollout_id: str) -> None:
+        await self.gateway.expire_rollout(rollout_id)
 
     async def close(self, rollout_id: str) -> Traffic:
         return self.gateway.close_rollout(rollout_id)

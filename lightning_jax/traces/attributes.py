@@ -47,6 +47,7 @@ SAMPLING_LOGPROBS = "lightning.sampling_logprobs"  # of the distribution that wa
 TEMPERED_LOGPROBS = "lightning.tempered_logprobs"  # of the policy at the call's temperature
 POLICY_VERSIONS = "lightning.policy_versions"  # weights version that sampled each token
 FORCED = "lightning.forced"  # True if a grammar left no choice; set only if any is True
+LATE = "lightning.late"  # True if a time limit ended the response; its finish reason is length
 ADJUSTED = "lightning.adjusted"  # True if biases, penalties or a grammar changed the logits
 REWARD = "lightning.reward"  # the call's own reward; in a reward span, the posted one
 REWARD_CALL = "lightning.reward_call"  # response id of the call that earned it

@@ -57,6 +57,14 @@ INTERNALS = (
         text="of all sampled tokens, and of those with a gradient",
     ),
     Panel("sampler-trainer KL (nats)", ("train/mismatch_kl",), is_log=True),
+    Panel(
+        "corrections cut, by length (share)",
+        tuple(
+            f"train/correction_truncated_share/length={name}"
+            for name in ("short", "medium", "long")
+        ),
+        text="tokens of short, medium and long responses",
+    ),
     Panel("gradient norm", ("train/grad_norm", "warmup/grad_norm"), is_log=True),
     Panel(
         "repeated and copied text (share)",

@@ -66,7 +66,7 @@ _TEXTS = {
     "rollout/response_tokens_max": "tokens: longest response",
     "rollout/entropy": "nats: mean surprise of a sampled token of any rollout, an estimate of the "
     "policy's entropy",
-    "rollout/cut_short_share": "share: responses that the token limit cut",
+    "rollout/cut_short_share": "share: responses that a limit of tokens or time cut",
     "rollout/agent_NAME_mean": "agent's: mean of a number that the agent returned",
     "rollout/rule_NAME": "times: how often a reward rule applied",
     "rollout/rule_NAME_without_call": "times: how often no recorded call had caused it",
@@ -139,9 +139,12 @@ _TEXTS = {
     "train/ratio_max": "ratio: largest such ratio",
     "train/correction_ratio_mean": "ratio: mean ratio of the old to the behavior policy",
     "train/correction_ratio_max": "ratio: largest such ratio",
-    "train/correction_truncated_share": "share: tokens whose correction was cut",
-    "train/correction_masked_share": "share: tokens that the correction left out",
-    "train/correction_changed_share": "share: tokens that a custom correction changed",
+    "train/correction_truncated_share": "share: tokens whose correction was cut. By length=short, "
+    "medium and long (above 256 and 1024 trained tokens of a response), too: if it grows with the "
+    "length, set algorithm.correction_level=token or lower rollout.ahead",
+    "train/correction_masked_share": "share: tokens that the correction left out. By length, too",
+    "train/correction_changed_share": "share: tokens that a custom correction changed. By length, "
+    "too",
     "train/grad_norm": "norm: gradient of the policy before clipping",
     "train/grad_signal": "norm²: estimate of the squared true gradient, in this step",
     "train/grad_noise": "norm²: estimate of the noise of one group's gradient, in this step",
@@ -152,7 +155,7 @@ _TEXTS = {
     "train/num_updates": "updates: optimizer updates of the step",
     "train/skipped_updates": "updates: number whose gradient was not finite",
     "train/num_batches": "microbatches: number of the step",
-    "train/num_tokens": "tokens: trained tokens",
+    "train/num_tokens": "tokens: trained tokens. With a correction by length=short, medium, long",
     "train/num_sequences": "calls: number in the batch",
     "train/num_rows": "rows: rows of the batch",
     "train/num_distinct_targets": "targets: pairs of a node and a next token, counted once",
@@ -205,6 +208,8 @@ _TEXTS = {
     "serve/prefix_breaks": "calls: number that replay a response but not its token ids",
     "serve/malformed_tool_calls": "calls: tool calls that could not be read",
     "serve/joined_calls": "calls: retries that joined a running or answered call",
+    "serve/late_responses": "responses: number that a time limit ended, with their tokens so far. "
+    "Raise rollout.call_timeout_s",
     "serve/compiles": "programs: number compiled since the start",
     "serve/samplers": "samplers: number that serve, of a cluster",
     "serve/samplers_lost": "samplers: number that died or fell silent since the start",

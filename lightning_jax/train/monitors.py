@@ -141,7 +141,11 @@ def findings(row: Mapping[str, float | int]) -> list[Finding]:
         "other_temperature": num_tempered / max(row.get("rollout/num_calls", 0.0), 1.0),
         "cut_short": row.get("rollout/cut_short_share", 0.0),
         "noise": 1.0 - row.get("train/signal_share", 1.0),
-        "deadline_in_queue": row.get(f"rollout/agent_failure_{DEADLINE_IN_QUEUE}", 0.0)
+        "late": row.get("serve/late_responses", 0.0) / max(row.get("serve/requests", 0.0), 1.0),
+        "deadline_in_queue": sum(  # older runs counted it as the agent's
+            row.get(f"rollout/{whose}_failure_{DEADLINE_IN_QUEUE}", 0.0)
+            for whose in ("agent", "infrastructure")
+        )
         / max(row.get("rollout/num_rollouts", 0.0), 1.0),
     }
     return [
@@ -190,6 +194,11 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
         "{share:.0%} of the squared gradient was noise of the few tasks in a step "
         "(train/noise_scale); raise rollout.tasks_per_step, and lower rollout.group_size to pay "
         "for it",
+    ),
+    "late": (
+        0.05,
+        "{share:.0%} of the replies were cut at a time limit; raise rollout.call_timeout_s and "
+        "rollout.timeout_s, or ask for shorter answers",
     ),
     "deadline_in_queue": (
         0.01,
@@ -277,6 +286,7 @@ def serve_metrics(before: Metrics, after: Metrics) -> Metrics:
         "serve/prefix_breaks": did["serve/prefix_breaks"],
         "serve/malformed_tool_calls": did["serve/malformed_tool_calls"],
         "serve/joined_calls": did["serve/joined_calls"],
+        "serve/late_responses": did["serve/late_responses"],
         "serve/compiles": after["serve/compiles"],
         **{name: after[name] for name in SAMPLERS if name in after},
     }

@@ -60,3 +60,14 @@ def bench(model: LoadedModel, engine: SlotPrograms) -> Iterator[Bench]:
     loop.start()
     yield Bench(model, engine, loop)
     loop.close()
+
+
+@pytest.fixture
+def jetstream_loop(model: LoadedModel, engine: SlotPrograms) -> Iterator[Any]:
+    pytest.importorskip("jetstream")
+    from lightning_jax.engine.jetstream.loop import JetStreamLoop
+
+    loop = JetStreamLoop(engine, model.params, 0, model.tokenizer, SERVE)
+    loop.start()
+    yield loop
+    loop.close()

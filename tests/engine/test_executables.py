@@ -68,7 +68,7 @@ def test_counted_calls_request_a_program_that_nothing_replaces(steps: Steps) -> 
     assert not steps.lowered
     steps.executables.count_call((1, 1), x)
     steps.wait_for(1, 1)
-    assert steps.lowered == [(1, 1)]
+    assert steps.lowered == [(1, 1)] and steps.executables.waited_s == 0.0  # nobody waited
 
 
 def test_the_smallest_larger_program_is_taken_and_never_a_smaller_one(steps: Steps) -> None:
@@ -83,6 +83,9 @@ def test_a_call_waits_for_the_thread_that_compiles_its_size(steps: Steps) -> Non
     threading.Timer(0.1, steps.go.set).start()
     assert steps.run(1, 1) == 101
     assert steps.lowered == [(1, 1)]
+    waited_s = steps.executables.waited_s
+    assert waited_s >= 0.05  # the compilation is not the fault of a response
+    assert steps.run(1, 1) == 101 and steps.executables.waited_s == waited_s
 
 
 def test_a_call_waits_for_a_larger_program_that_was_requested(steps: Steps) -> None:

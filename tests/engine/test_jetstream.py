@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,16 +14,6 @@ from .conftest import SERVE, Bench
 from .test_loop import greedy
 
 pytest.importorskip("jetstream")
-
-
-@pytest.fixture
-def jetstream_loop(model, engine) -> Iterator:
-    from lightning_jax.engine.jetstream.loop import JetStreamLoop
-
-    loop = JetStreamLoop(engine, model.params, 0, model.tokenizer, SERVE)
-    loop.start()
-    yield loop
-    loop.close()
 
 
 async def test_concurrent_streams_equal_the_native_loop(bench: Bench, jetstream_loop):

@@ -179,29 +179,6 @@ async def test_a_full_queue_asks_to_come_back(make_bench: MakeBench) -> None:
         assert len(transitions) == 3 and reasons == {"queue_full": 1}
 
 
-async def test_a_late_answer_is_a_timeout_that_no_client_repeats(
-    bench: Bench, connect: Connect
-) -> None:
-    llm = bench.rollout(call_timeout_s=0.02)
-    client = connect(llm).with_options(max_retries=3)
-    with pytest.raises(openai.InternalServerError) as caught:
-        await client.chat.completions.create(**LONG)
-    assert (caught.value.status_code, caught.value.code) == (504, "call_timeout")
-    assert "0.02" in str(caught.value) and "rollout.call_timeout_s" in str(caught.value)
-    await _until(lambda: bench.loop.stats()["serve/running"] == 0)
-    assert bench.gateway.close_rollout("r1").unanswered == ("call_timeout",)
-    assert spans_to_transitions(bench.store.spans("r1")) == ((), {"call_timeout": 1})
-
-
-async def test_a_late_stream_ends_in_an_error(bench: Bench, connect: Connect) -> None:
-    client = connect(bench.rollout(call_timeout_s=0.05))
-    with pytest.raises(openai.APIError) as caught:
-        async for _ in await client.chat.completions.create(**LONG, stream=True):
-            pass
-    assert caught.value.code == "call_timeout"
-    assert bench.gateway.close_rollout("r1").unanswered == ("call_timeout",)
-
-
 async def test_a_dead_engine_is_infrastructure(bench: Bench) -> None:
     base = bench.rollout().base_url
     bench.loop.close()

@@ -1,4 +1,4 @@
-"""Tests of the clock of rollouts: what counts, what does not, and a lost server."""
+"""Tests of the clock of rollouts: what counts, what does not, and a server that is gone."""
 
 import asyncio
 import time
@@ -6,8 +6,9 @@ import time
 import pytest
 
 from lightning_jax.gateway.pauses import Pauses
+from lightning_jax.gateway.waits import Lost
 from lightning_jax.rollouts import deadlines
-from lightning_jax.rollouts.deadlines import DeadlineClock
+from lightning_jax.rollouts.deadlines import DeadlineClock, is_starved
 
 
 @pytest.fixture(autouse=True)
@@ -19,12 +20,16 @@ def _agent(seconds: float) -> asyncio.Task[None]:
     return asyncio.create_task(asyncio.sleep(seconds))
 
 
+async def _nothing() -> Lost:
+    return Lost()
+
+
 async def _wait(
     clock: DeadlineClock, agent: asyncio.Task[None], timeout_s: float
 ) -> tuple[bool, float, float]:
     """Return (True if in time, seconds of stalls, seconds waited)."""
     started = time.monotonic()
-    in_time, stalled_s = await clock.wait(agent, timeout_s, lambda: None)
+    in_time, stalled_s = await clock.wait(agent, timeout_s, lambda: None, _nothing)
     waited_s = time.monotonic() - started
     agent.cancel()
     return in_time, stalled_s, waited_s
@@ -74,16 +79,57 @@ async def test_pause_does_not_count() -> None:
     assert pauses.total_s >= 1.0
 
 
+async def test_waits_for_the_server_do_not_count() -> None:
+    started, asked = time.monotonic(), 0
+
+    async def lost() -> Lost:  # the first half second
+        nonlocal asked
+        asked += 1
+        return Lost(min(time.monotonic() - started, 0.5), 0.0)
+
+    agent = _agent(10.0)
+    in_time, _ = await DeadlineClock(Pauses()).wait(agent, 0.3, lambda: None, lost)
+    assert not in_time
+    assert time.monotonic() - started >= 0.8 - 0.05
+    assert asked <= 4  # another process may answer it
+    agent.cancel()
+
+
+async def test_starved_agent_ends_though_its_time_is_not_over() -> None:
+    started, agent = time.monotonic(), _agent(10.0)
+
+    async def lost() -> Lost:
+        return Lost(*[time.monotonic() - started] * 2)
+
+    in_time, _ = await DeadlineClock(Pauses()).wait(agent, 0.3, lambda: None, lost)
+    assert not in_time and is_starved(await lost(), 0.3)
+    agent.cancel()
+
+
+@pytest.mark.parametrize(
+    ("lost", "starved"),
+    [
+        (Lost(5.0, 0.5), False),  # its calls are answered, only late
+        (Lost(5.0, 1.5), True),
+        (Lost(11.0, 0.5), True),
+    ],
+)
+def test_starved_is_who_gets_no_token_or_always_waits(lost: Lost, starved: bool) -> None:
+    assert is_starved(lost, timeout_s=1.0) is starved
+
+
 async def test_lost_server_ends_the_wait() -> None:
     clock, losses = DeadlineClock(Pauses()), list[str]()
     agent = _agent(10.0)
-    waiting = asyncio.create_task(clock.wait(agent, 60.0, lambda: next(iter(losses), None)))
+    waiting = asyncio.create_task(
+        clock.wait(agent, 60.0, lambda: next(iter(losses), None), _nothing)
+    )
     await asyncio.sleep(0.1)
     assert not waiting.done()
     losses.append("died")
     assert (await asyncio.wait_for(waiting, 5.0))[0] is False
     # One that is lost from the start does not wait either.
-    assert (await clock.wait(agent, 60.0, lambda: "died"))[0] is False
+    assert (await clock.wait(agent, 60.0, lambda: "died", _nothing))[0] is False
     agent.cancel()
 
 

@@ -456,9 +456,7 @@ async def test_an_endless_loop_of_calls_ends_at_the_deadline(tmp_path: Path) -> 
         impatient = replace(runner.config, timeout_s=1.0)
         runner = replace(runner, agent=endless, config=impatient)
         (rollout,) = await run_requests(make_requests(TASKS[:1], "train", 1, 1), runner)
-        # On a busy machine most of the second may go to waiting for the engine.
-        assert rollout.status == "agent_failure"
-        assert rollout.reason in ("deadline", "deadline_in_queue")
+        assert (rollout.status, rollout.reason) == ("agent_failure", "deadline")
         assert len(runner.store.spans(rollout.rollout_id)) > 2
 
 

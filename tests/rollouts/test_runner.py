@@ -443,19 +443,20 @@ async def test_a_stopped_rollout_is_no_failure_and_repeats(tmp_path: Path) -> No
         assert len(responses) == 2 and responses[0] == responses[1]
 
 
-async def test_a_deadline_spent_in_the_queue_has_its_own_reason(tmp_path: Path) -> None:
+async def test_a_deadline_spent_in_the_queue_is_infrastructure(tmp_path: Path) -> None:
     model, programs = _model_and_engine()
     engine = Engine(model, SERVE, programs=[programs])  # not started, so calls wait
     with contextlib.closing(Store(tmp_path / "store.sqlite")) as store:
         gateway = Gateway(engine, store)
         await gateway.start()
         try:
-            config = RolloutConfig(timeout_s=2.0)
+            config = RolloutConfig(timeout_s=1.0, max_attempts=1, max_infrastructure_failures=1.0)
             rollout = await _one(Runner(load_agent(f"{TOY}:run"), gateway, config, seed=0))
         finally:
             await gateway.close()
             engine.close()
-    assert (rollout.status, rollout.reason) == ("agent_failure", "deadline_in_queue")
+    assert (rollout.status, rollout.reason) == ("infrastructure_failure", "deadline_in_queue")
+    assert rollout.reward is None
     metrics = rollout_metrics([rollout], [], 0)
     assert [finding.kind for finding in findings(metrics)] == ["deadline_in_queue"]
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_jax.rl.losses.policy import LENGTHS
 from lightning_jax.train.curves import (
     INTERNALS,
     MAX_AGENT_PANELS,
@@ -34,6 +35,13 @@ def test_no_points_no_picture(tmp_path: Path) -> None:
     for row in ({}, {"train/grad_norm": 0.0}):  # the second has no place on a logarithmic axis
         plot_curves([{"step": 0} | row], tmp_path / "curves.png", "a run")
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_corrections_are_drawn_by_length() -> None:
+    names = [f"train/correction_truncated_share/length={name}" for name in LENGTHS]
+    _, (panel,) = panels_of([{"step": 0} | dict.fromkeys(names, 0.1)])
+    assert panel.metrics == tuple(names)
+    assert {describe(name) for name in names} == {describe("train/correction_truncated_share")}
 
 
 def test_results_come_before_internals_and_empty_panels_are_left_out() -> None:

@@ -100,6 +100,9 @@ def test_a_step_that_learns_has_no_findings() -> None:
         ({"train/equal_groups_share": 0.6}, "equal_groups", 0.6),
         ({"train/failures_gain_share": 0.25}, "failures_gain", 0.25),
         ({"rollout/cut_short_share": 0.75}, "cut_short", 0.75),
+        ({"serve/requests": 40.0, "serve/late_responses": 10.0}, "late", 0.25),
+        ({"rollout/infrastructure_failure_deadline_in_queue": 2.0}, "deadline_in_queue", 0.25),
+        ({"rollout/agent_failure_deadline_in_queue": 2.0}, "deadline_in_queue", 0.25),  # older
         ({"rollout/num_calls": 8.0, "train/without_teacher": 4.0}, "without_teacher", 0.5),
         (
             {

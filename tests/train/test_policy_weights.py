@@ -78,6 +78,15 @@ def test_a_joint_row_counts_adds_and_weighs() -> None:
     assert joined["time/batching_s"] == 1.0 and "time/batching_s/policy=a" not in joined
 
 
+def test_joint_shares_of_one_length_weigh_its_tokens() -> None:
+    share, tokens = "correction_truncated_share/length=long", "num_tokens/length=long"
+    some = row(9.0, 0.0, **{share: 0.5, tokens: 3.0})
+    others = row(1.0, 0.0, **{share: 0.1, tokens: 1.0})
+    joined = join_metrics(BOTH_SCOPES, [some, others])
+    assert joined[f"train/{share}"] == pytest.approx(0.4) and joined[f"train/{tokens}"] == 4.0
+    assert joined[f"train/{share}/policy=a"] == 0.5
+
+
 def test_a_policy_without_data_is_no_skipped_update_beside_one_that_learned() -> None:
     nothing = {"train/num_updates": 0.0, "train/skipped_updates": 1.0, "train/padding_share": 0.0}
     joined = join_metrics(BOTH_SCOPES, [row(2.0, 1.0, padding_share=0.5), nothing])

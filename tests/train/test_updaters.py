@@ -193,6 +193,17 @@ def test_merged_metrics_by_hand():
     }
 
 
+def test_merged_metrics_of_one_length_are_means_over_its_tokens():
+    share, tokens = "train/correction_truncated_share/length=long", "train/num_tokens/length=long"
+    rows = [{tokens: 3.0, share: 0.5}, {"train/loss": 1.0}, {tokens: 1.0, share: 0.1}]
+    assert merge_updates(rows) == {
+        "train/num_updates": 3.0,
+        "train/loss": 1.0,
+        tokens: 4.0,
+        share: pytest.approx(0.4),
+    }
+
+
 def two_rollouts():
     """Return two rollouts of one group: two calls and a reward, and two calls without a reward."""
     return [

@@ -20,6 +20,7 @@ from lightning_jax.engine.jetstream.engine import (
 from lightning_jax.engine.logits import needs_adjusting
 from lightning_jax.engine.response import Response, SampledToken
 from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.tokenizer import Tokenizer
@@ -109,6 +110,7 @@ class JetStreamLoop(SlotLoop[_Channel]):
         sampling: SamplingParams,
         adapter: int | None = None,
         tenant: str | None = None,
+        time_limit: TimeLimit | None = None,
     ) -> Generation:
         """Queue a request. See `EngineLoop.submit`.
 
@@ -133,7 +135,7 @@ class JetStreamLoop(SlotLoop[_Channel]):
                 key="serve.orchestrator",
             )
         ids = tuple(prompt_ids)
-        response = self._respond(ids, sampling)
+        response = self._respond(ids, sampling, time_limit)
         generation = Generation(self._cancel)
         channel = _Channel(self, generation, response)
         content = PromptText("prompt")

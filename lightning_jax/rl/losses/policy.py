@@ -5,6 +5,8 @@ tokens in the mask. `mean_metrics` turns the sums of a step into means. A metric
 `_max` is always a maximum.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -20,14 +22,18 @@ from lightning_jax.rl.losses.ratios import (
     kl_estimate,
     level_log_ratio,
 )
-from lightning_jax.rl.losses.segments import sums_to_go
+from lightning_jax.rl.losses.segments import call_sums, sums_to_go
 from lightning_jax.rl.losses.surrogates import LOSSES, LossInputs, TokenLoss
 
 Metrics = dict[str, Float[Array, ""]]
 TokenMetrics = dict[str, Float[Array, "B R"]]
+NUM_TOKENS = "train/num_tokens"
 _SUMS = frozenset(  # metrics that are not a mean over tokens
-    {"train/loss", "train/num_tokens", "train/value_loss", "train/value_clip_fraction"}
+    {"train/loss", NUM_TOKENS, "train/value_loss", "train/value_clip_fraction"}
 )
+_BY_LENGTH = "/length="  # begins the last part of a metric over the tokens of some responses
+# Classes of responses by their number of trained tokens: (more than this, at most this).
+LENGTHS = {"short": (0, 256), "medium": (256, 1024), "long": (1024, math.inf)}
 
 
 def policy_loss(
@@ -107,12 +113,24 @@ def supervised_loss(
 
 
 def mean_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of a step as means over tokens, except maxima and the sums in `_SUMS`."""
-    count = max(sums["train/num_tokens"], 1.0)
-    return {
-        name: value if name in _SUMS or is_maximum(name) else value / count
-        for name, value in sums.items()
-    }
+    """Return the metrics of a step as means over tokens, except maxima and the sums in `_SUMS`.
+
+    Metrics of responses of one length are means over their tokens, and left out if there are none.
+    """
+    means = {}
+    for name, value in sums.items():
+        over = tokens_metric(name)
+        if name in _SUMS or is_maximum(name):
+            means[name] = value
+        elif over == NUM_TOKENS or sums[over]:
+            means[name] = value if name == over else value / max(sums[over], 1.0)
+    return means
+
+
+def tokens_metric(name: str) -> str:
+    """Return the metric that counts the tokens over which the metric `name` is a mean."""
+    _, by_length, length = name.partition(_BY_LENGTH)
+    return f"{NUM_TOKENS}{by_length}{length.partition('/')[0]}"
 
 
 def add_metrics(sums: Metrics, more: Metrics) -> Metrics:
@@ -175,11 +193,19 @@ def _correction(
     weights = correct(ratio)
     check_shape(correct, "correction", weights, ratio.shape)
     changed = {"truncate": "truncated", "mask": "masked"}.get(str(algorithm.correction), "changed")
+    name, is_changed = f"train/correction_{changed}_share", (weights != ratio).astype(jnp.float32)
     metrics = {
         "train/correction_ratio_mean": ratio,
         "train/correction_ratio_max": ratio,
-        f"train/correction_{changed}_share": (weights != ratio).astype(jnp.float32),
+        name: is_changed,
     }
+    lengths = call_sums(batch.target_mask.astype(jnp.float32), batch.target_calls)
+    for length, (low, high) in LENGTHS.items():
+        is_one = ((lengths > low) & (lengths <= high)).astype(jnp.float32)
+        metrics |= {
+            f"{NUM_TOKENS}{_BY_LENGTH}{length}": is_one,
+            f"{name}{_BY_LENGTH}{length}": is_one * is_changed,
+        }
     if algorithm.proximal == "behavior" and algorithm.loss not in ("reinforce", "raft"):
         # The loss already contains the ratio to the behavior policy, so kept tokens get weight 1.
         weights = (weights > 0.0).astype(jnp.float32)
@@ -202,7 +228,7 @@ def _finish(
     }
     return loss, metrics | {
         "train/loss": loss,
-        "train/num_tokens": mask.sum().astype(jnp.float32),
+        NUM_TOKENS: mask.sum().astype(jnp.float32),
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_jax.rl.gae import CallValues
-from lightning_jax.rl.losses.policy import is_maximum
+from lightning_jax.rl.losses.policy import is_maximum, tokens_metric
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.types import Metrics, Trajectory
@@ -85,7 +85,7 @@ def _join(name: str, rows: Sequence[Metrics]) -> float:
         return math.hypot(*values)
     if name.startswith(SUMS):
         return sum(values)
-    weights = [row.get("train/num_tokens", 0.0) for row in rows]
+    weights = [row.get(tokens_metric(name), 0.0) for row in rows]
     total = sum(weights)
     if not total:
         return sum(values) / len(values)

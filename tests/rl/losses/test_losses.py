@@ -10,7 +10,7 @@ from coded import raises_coded
 from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.losses.policy import mean_metrics, policy_loss, supervised_loss
+from lightning_jax.rl.losses.policy import LENGTHS, mean_metrics, policy_loss, supervised_loss
 
 CLIP = AlgorithmConfig(clip_low=0.2, clip_high=0.3)
 only_loss = jax.jit(policy_loss, static_argnums=2)
@@ -257,6 +257,29 @@ def test_the_bounds_of_a_mean_ratio_bind():
         correction_level="sequence_mean",
     )
     np.testing.assert_allclose(found, [[-1.005, -1.005, 0, 0]], atol=1e-5)
+
+
+@pytest.mark.parametrize(("correction", "changed"), [("truncate", "truncated"), ("mask", "masked")])
+def test_corrected_share_is_told_by_length_of_the_response(correction, changed):
+    # Ratios of 4 are above the bound of 2: half of the 300 tokens of one response, and none of the
+    # two of another. Padding belongs to no response.
+    ratios, calls = [4.0, 1.0] * 150 + [1.0, 1.0, 4.0], [0] * 300 + [1, 1, -1]
+    mask = [True] * 302 + [False]
+    batch = one_row([-1.0] * 303, [1.0] * 303, [1.0] * 303, mask=mask, calls=calls)
+    now = row(*(-1 + LN(r) for r in ratios))
+    _, _, metrics = loss_of(now, batch, loss="reinforce", correction=correction)
+    name = f"train/correction_{changed}_share"
+    assert metrics[name] == pytest.approx(150 / 302)
+    assert metrics[f"{name}/length=medium"] == 0.5 and metrics[f"{name}/length=short"] == 0.0
+    assert metrics["train/num_tokens/length=medium"] == 300.0
+    assert metrics["train/num_tokens/length=short"] == 2.0
+    assert not [key for key in metrics if key.endswith("length=long")]  # there are none
+
+
+def test_classes_of_lengths_meet() -> None:
+    bounds = list(LENGTHS.values())
+    assert bounds[0][0] == 0 and bounds[-1][1] == math.inf
+    assert [high for _, high in bounds[:-1]] == [low for low, _ in bounds[1:]]
 
 
 def test_a_loss_with_the_behavior_ratio_is_masked_and_not_multiplied():

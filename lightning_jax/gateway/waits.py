@@ -1,0 +1,69 @@
+"""Responses of one rollout that wait or decode, and the time that it lost to waiting."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from lightning_jax.engine.time_limit import TimeLimit
+
+
+class Lost(NamedTuple):
+    """Seconds that a rollout has lost to waiting."""
+
+    total_s: float = 0.0
+    latest_s: float = 0.0  # since a response of it last got its first token
+
+
+class Waits:
+    """Responses in flight by their time limits. Use it on one event loop.
+
+    A response waits until its first token: for a slot, a compilation or its prompt's prefill. Time
+    in which all responses in flight wait is lost to the rollout by no fault of its agent. Once one
+    of them decodes, the time is the agent's again, so that an agent cannot stop its clock with more
+    calls than the server has slots. `now_s` is a clock that stands still in pauses.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._waiting: set[TimeLimit] = set()
+        self._decoding: dict[TimeLimit, asyncio.Task] = {}
+        self._past = Lost()
+        self._since_s: float | None = None  # begin of the present loss
+
+    @property
+    def lost(self) -> Lost:
+        """Seconds lost so far."""
+        more_s = 0.0 if self._since_s is None else self._now_s() - self._since_s
+        return Lost(self._past.total_s + more_s, self._past.latest_s + more_s)
+
+    def add(self, responses: Sequence[TimeLimit]) -> None:
+        """Add responses that wait."""
+        self._waiting.update(responses)
+        self._measure()
+
+    def begin(self, response: TimeLimit, task: asyncio.Task) -> None:
+        """Note that a response has its first token. `task` ends once its call is recorded."""
+        self._waiting.discard(response)
+        self._decoding[response] = task
+        self._measure()
+        self._past = self._past._replace(latest_s=0.0)
+
+    def remove(self, responses: Sequence[TimeLimit]) -> None:
+        """Remove responses that have ended. Unknown ones are allowed."""
+        for response in responses:
+            self._waiting.discard(response)
+            self._decoding.pop(response, None)
+        self._measure()
+
+    def end_decoding(self) -> set[asyncio.Task]:
+        """Let the responses that decode end with their next token. Return their calls' tasks."""
+        for response in self._decoding:
+            response.end()
+        return set(self._decoding.values())
+
+    def _measure(self) -> None:
+        is_lost = bool(self._waiting) and not self._decoding
+        if is_lost and self._since_s is None:
+            self._since_s = self._now_s()
+        elif not is_lost and self._since_s is not None:
+            self._past, self._since_s = self.lost, None
