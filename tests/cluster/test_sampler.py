@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import jax
+import openai
 import pytest
 import toy_agent
 
@@ -75,6 +76,11 @@ async def test_calls_of_a_rollout_reach_the_runs_store(sampler: Sampler, tmp_pat
             assert 0.0 <= await toy_agent.run(TASK, llm) <= 1.0
             await toy_agent.posts_reward(TASK, llm)
             assert sampler.posted_reward("r") == 0.75
+            lost = sampler.lost("r")
+            assert lost.total_s > lost.latest_s == 0.0  # its call got its first token
+            await sampler.expire("r")
+            with pytest.raises(openai.NotFoundError):
+                await toy_agent.run(TASK, llm)
             traffic = await sampler.close_rollout("r")
         (call,) = store.spans("r")
         assert call.parent_span_id == root.span_id and call.sequence == 101
