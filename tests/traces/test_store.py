@@ -379,7 +379,9 @@ def test_posted_spans_may_be_sent_twice_and_replace_nothing(store: Store) -> Non
     assert store.spans("r1") == [SPAN, other] and store.spans("r2") == [changed]
 
 
-def test_a_damaged_file_is_explained(tmp_path: Path) -> None:
+def test_a_damaged_file_is_explained_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "store.sqlite"
     store = Store(path)
     for i in range(200):
@@ -387,8 +389,19 @@ def test_a_damaged_file_is_explained(tmp_path: Path) -> None:
     store.close()
     whole = path.read_bytes()
     path.write_bytes(whole[:8192] + b"\xff" * (len(whole) - 8192))
+    opened: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def keep(*args: Any, **kwargs: Any) -> sqlite3.Connection:
+        opened.append(connect(*args, **kwargs))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", keep)
     with raises_coded(StoreError, "malformed", str(path)):
-        Store(path).rollouts()
+        Store(path)
+    (db,) = opened
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        db.execute("SELECT 1")
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
@@ -458,7 +471,8 @@ async def test_close_waits_for_what_was_given(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     store.close()
     await asyncio.gather(*waiting)
-    assert len(Store(tmp_path / "store.sqlite").spans(None)) == 9
+    with closing(Store(tmp_path / "store.sqlite")) as found:
+        assert len(found.spans(None)) == 9
     with pytest.raises(StoreError):
         await store.in_order(store.spans, None)
 
@@ -564,4 +578,5 @@ async def test_a_group_on_a_full_disk_leaves_what_was_committed(tmp_path: Path) 
         assert store.spans("r1") == []
         expected = "running" if results[1] is None else "queued"
         assert store.rollout("r1").status == expected
-    assert Store(tmp_path / "store.sqlite", read_only=True).rollout("r1").status == expected
+    with closing(Store(tmp_path / "store.sqlite", read_only=True)) as found:
+        assert found.rollout("r1").status == expected
