@@ -24,6 +24,8 @@ from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.train.config import Config
 
 _MORE_DEVICES = "Use more devices (mesh.fsdp) or a smaller model.name"
+# For what grows with the trained weights, where all of them are trained.
+_ADAPTERS = "Train adapters (model.lora.rank=32), use more devices (mesh.fsdp) or a smaller model"
 _SPLIT_SERVING = (
     "Split them over more devices (serve.mesh.tensor, or mesh.tensor without a serve.mesh)"
 )
@@ -51,16 +53,17 @@ def state_items(
     """Return the memory of train states and their reference."""
     algorithm, warmup = config.algorithm, config.warmup
     weights = weight_bytes(model, mesh, jnp.float32, trained_part)
+    less = _less_trained(config)
     optimizers = [config.optimizer, warmup.optimizer][: 1 + (warmup.num_steps > 0)]
     first = max(
         weight_bytes(model, mesh, jnp.dtype(optimizer.mu_dtype), trained_part)
         for optimizer in optimizers
     )
     half = ", or set optimizer.mu_dtype to bfloat16" if first == weights else ""
-    moments = MemoryItem("optimizer moments", weights + first, _MORE_DEVICES + half)
+    moments = MemoryItem("optimizer moments", weights + first, less + half)
     number = len(config.weight_scopes)
     num_trained = sum(scope.trains for scope in config.weight_scopes)
-    items = [MemoryItem("weights in float32", weights, _MORE_DEVICES).times(number)]
+    items = [MemoryItem("weights in float32", weights, less).times(number)]
     if config.total_steps:
         items.append(moments.times(number if warmup.num_steps else num_trained))
     if frozen := weight_bytes(model, mesh, jnp.dtype(config.model.dtype), frozen_part):
@@ -75,6 +78,10 @@ def state_items(
         teacher = weight_bytes(shape, mesh, jnp.dtype(config.model.dtype))
         items.append(MemoryItem("teacher", teacher, "Set distill.teacher to a smaller model"))
     return items
+
+
+def _less_trained(config: Config) -> str:
+    return _MORE_DEVICES if config.model.lora.rank else _ADAPTERS
 
 
 def serving_items(
@@ -125,7 +132,7 @@ def step_items(model: DecoderConfig, config: Config, mesh: Mesh) -> list[MemoryI
     else:
         cheaper = smaller = "Set model.remat to true"
     return [
-        MemoryItem("gradients", weights, _MORE_DEVICES),
+        MemoryItem("gradients", weights, _less_trained(config)),
         MemoryItem("microbatch gradients and gathered weights", weights + used, cheaper),
         MemoryItem("activations", rows * batch.row_len * token, smaller),
         MemoryItem("logits", logits, f"Lower batch.head_chunk={batch.head_chunk}"),

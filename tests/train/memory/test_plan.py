@@ -290,6 +290,7 @@ def test_devices_of_their_own_hold_no_weights_that_serve() -> None:
         ),
         ({"batch": BatchConfig(rows=64, row_len=64, head_chunk=1024)}, "batch.head_chunk=1024"),
         ({}, "mesh.fsdp"),
+        ({}, "model.lora.rank=32"),
     ],
 )
 def test_too_large_names_the_setting(changes: dict, setting: str) -> None:
