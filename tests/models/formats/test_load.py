@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import struct
 from pathlib import Path
 
 import gguf
@@ -17,6 +18,7 @@ from lightning_jax.models.attention.attention import RopeScaling, rope_frequenci
 from lightning_jax.models.chat_template import render
 from lightning_jax.models.formats import sources
 from lightning_jax.models.formats.families import FAMILIES
+from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.formats.load import (
     load_like,
     load_model,
@@ -25,7 +27,7 @@ from lightning_jax.models.formats.load import (
 )
 from lightning_jax.models.formats.names import SMOLLM2, ModelError
 from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
-from lightning_jax.models.formats.sources import load_tokenizer
+from lightning_jax.models.formats.sources import find_model, load_tokenizer
 from lightning_jax.models.transformer import DecoderConfig, init_params
 from lightning_jax.testing.tiny import tiny_model
 
@@ -339,3 +341,29 @@ def test_a_template_and_its_variables_come_from_the_settings(tmp_path: Path) -> 
     file.write_text("{% if %}")
     with raises_coded(ModelError, "malformed", "model.chat_template"):
         load_model("tiny", chat_template=file)
+
+
+@pytest.mark.parametrize("kind", ["strings", "numbers", "length"])
+def test_metadata_beyond_the_end_of_a_gguf_file_is_refused(kind: str, tmp_path: Path) -> None:
+    """A cut download: an array says that it has more than the file holds."""
+    item = {"strings": 8, "numbers": 5, "length": 8}[kind]
+    array = struct.pack("<IQ", item, 1 << 40)
+    text = {"strings": struct.pack("<Q", 1) + b"a", "numbers": b"", "length": b"\1"}[kind]
+    name = b"tokenizer.ggml.tokens"
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(name)) + name + struct.pack("<I", 9)
+        + array + text + b"\0" * 4
+    )  # fmt: skip
+    with raises_coded(ModelError, "malformed", str(path)):
+        open_file(path)
+
+
+def test_gguf_metadata_reads_as_the_library_reads_it() -> None:
+    path = find_model("smollm2-135m-instruct")
+    ours, theirs = open_file(path), gguf.GGUFReader(path)
+    assert ours.fields.keys() == theirs.fields.keys()
+    for name, field in theirs.fields.items():
+        assert ours.fields[name].contents() == field.contents(), name
+    places = [[(t.name, t.data_offset) for t in reader.tensors] for reader in (ours, theirs)]
+    assert places[0] == places[1]
