@@ -101,6 +101,17 @@ def test_a_step_that_learns_has_no_findings() -> None:
         ({"train/failures_gain_share": 0.25}, "failures_gain", 0.25),
         ({"rollout/cut_short_share": 0.75}, "cut_short", 0.75),
         ({"rollout/num_calls": 8.0, "train/without_teacher": 4.0}, "without_teacher", 0.5),
+        ({"rollout/external_too_old_share": 0.05}, "too_old", 0.05),
+        ({"rollout/num_calls": 20.0, "train/dropped_stale": 1.0}, "stale_calls", 0.05),
+        (
+            {
+                "rollout/num_calls": 20.0,
+                "train/dropped_stale/policy=a": 1.0,
+                "train/dropped_stale/policy=b": 2.0,
+            },
+            "stale_calls",
+            0.15,
+        ),
     ],
 )
 def test_what_keeps_a_step_from_learning_is_warned_of_once(
