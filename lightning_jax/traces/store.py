@@ -108,7 +108,11 @@ class Store:
         self._begin = "BEGIN" if read_only else "BEGIN IMMEDIATE"
         self._in_group = False  # under the lock
         self._thread = GroupThread(self._run_group)
-        last = 0 if read_only else last_sequence(self._db, self.path)
+        try:
+            last = 0 if read_only else last_sequence(self._db, self.path)
+        except BaseException:
+            self._db.close()
+            raise
         self._sequence = itertools.count(last + 1)
 
     def close(self) -> None:

@@ -389,7 +389,9 @@ def test_posted_spans_may_be_sent_twice_and_replace_nothing(store: Store) -> Non
     assert store.spans("r1") == [SPAN, other] and store.spans("r2") == [changed]
 
 
-def test_a_damaged_file_is_explained(tmp_path: Path) -> None:
+def test_a_damaged_file_is_explained_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "store.sqlite"
     store = Store(path)
     for i in range(200):
@@ -397,8 +399,19 @@ def test_a_damaged_file_is_explained(tmp_path: Path) -> None:
     store.close()
     whole = path.read_bytes()
     path.write_bytes(whole[:8192] + b"\xff" * (len(whole) - 8192))
+    connections: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def connect_and_keep(*args: Any, **kwargs: Any) -> sqlite3.Connection:
+        connections.append(connect(*args, **kwargs))
+        return connections[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", connect_and_keep)
     with raises_coded(StoreError, "malformed", str(path)):
-        Store(path).rollouts()
+        Store(path)
+    (connection,) = connections
+    with pytest.raises(sqlite3.ProgrammingError):  # it is closed
+        connection.execute("SELECT 1")
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
@@ -468,7 +481,8 @@ async def test_close_waits_for_what_was_given(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     store.close()
     await asyncio.gather(*waiting)
-    assert len(Store(tmp_path / "store.sqlite").spans(None)) == 9
+    with closing(Store(tmp_path / "store.sqlite")) as reopened:
+        assert len(reopened.spans(None)) == 9
     with pytest.raises(StoreError):
         await store.in_order(store.spans, None)
 
@@ -574,4 +588,5 @@ async def test_a_group_on_a_full_disk_leaves_what_was_committed(tmp_path: Path) 
         assert store.spans("r1") == []
         expected = "running" if results[1] is None else "queued"
         assert store.rollout("r1").status == expected
-    assert Store(tmp_path / "store.sqlite", read_only=True).rollout("r1").status == expected
+    with closing(Store(tmp_path / "store.sqlite", read_only=True)) as reopened:
+        assert reopened.rollout("r1").status == expected

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_mlflow_finds_the_run_again_when_it_resumes(run: Run, store: str, tmp_pa
 def test_trackio_resumes_the_run_of_its_directory(run: Run) -> None:
     pytest.importorskip("trackio")
     directory = run("trackio")
-    with sqlite3.connect(directory / "trackio/tests.db") as db:
+    with closing(sqlite3.connect(directory / "trackio/tests.db")) as db:
         rows = db.execute("SELECT run_id, run_name, step, metrics FROM metrics ORDER BY id")
         found = [(*which, json.loads(metrics)) for *which, metrics in rows]
         settings = json.loads(db.execute("SELECT config FROM configs").fetchone()[0])
