@@ -10,6 +10,7 @@ from statistics import fmean
 import numpy as np
 from jaxtyping import Float
 
+from lightning_jax.rl.staleness import is_stale
 from lightning_jax.rollouts.audit import audit_metrics
 from lightning_jax.rollouts.compare_tasks import compare_tasks, standard_error
 from lightning_jax.rollouts.config import RolloutConfig
@@ -49,6 +50,7 @@ class TraceReader:
     decode: Decode = str  # token ids to text, for the rules' patterns
     policies: Policies = field(default_factory=dict)
     limits: RolloutConfig = field(default_factory=RolloutConfig)  # of rewards
+    max_staleness: int | None = None  # in trainer steps; no older call is trained on
 
     def judge(self, rollout: Rollout, transitions: Sequence[Transition]) -> Rollout:
         """Return the rollout, failed by its agent if its calls' total reward exceeds the limit.
@@ -120,7 +122,9 @@ def to_trajectories(
     counts = {f"rollout/dropped_{metric_code(reason)}": float(n) for reason, n in dropped.items()}
     counts |= {f"rollout/rule_{metric_code(name)}": float(n) for name, n in rules.items()}
     counts |= {f"rollout/num_rollouts/{name}": float(n) for name, n in used.items()}
-    counts |= rollout_metrics(judged, trajectories, policy_version)
+    counts |= rollout_metrics(
+        judged, trajectories, policy_version, max_staleness=reader.max_staleness
+    )
     counts |= agent_metrics(trajectories) | policy_metrics(trajectories)
     counts |= audit_metrics(judged, trajectories)
     num_frozen = sum(
@@ -205,14 +209,21 @@ def _metrics_by(
 
 
 def rollout_metrics(
-    rollouts: Sequence[Rollout], trajectories: Sequence[Trajectory], policy_version: int
+    rollouts: Sequence[Rollout],
+    trajectories: Sequence[Trajectory],
+    policy_version: int,
+    *,
+    max_staleness: int | None = None,
 ) -> Metrics:
     """Return reward, lengths, staleness and failures by reason for one step's rollouts.
 
-    Means over nothing are left out instead of being 0 or NaN.
+    Means over nothing are left out instead of being 0 or NaN. Staleness is that of tokens that may
+    be trained on, so neither of frozen calls nor of calls older than `max_staleness`.
     """
     calls = [call for trajectory in trajectories for call in trajectory.transitions]
-    learned_from = [call for call in calls if call.trains]
+    limit = policy_version if max_staleness is None else max_staleness  # no call is older
+    limits = {"policy_version": policy_version, "max_staleness": limit}
+    learned_from = [call for call in calls if call.trains and not is_stale(call, **limits)]
     ages = [policy_version - v for call in learned_from for v in call.policy_versions]
     status = Counter(rollout.status for rollout in rollouts)
     metrics = {

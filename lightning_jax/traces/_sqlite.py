@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.system.files import create_private
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
 SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"  # since version 3
 SEQUENCE_COLUMN = "sequence INTEGER"  # since version 4; NULL in spans of older stores
@@ -77,6 +77,12 @@ CREATE TABLE IF NOT EXISTS external_groups (
     step INTEGER NOT NULL,
     name TEXT,
     task TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS external_groups_by_step ON external_groups (step);
+-- Since version 10: those of them that a step dropped, because they were too old to train on.
+CREATE TABLE IF NOT EXISTS dropped_groups (
+    group_id TEXT PRIMARY KEY,
+    step INTEGER NOT NULL
 );
 """
 

@@ -78,6 +78,17 @@ class WeightsVersion:
     time_s: float
 
 
+@dataclass(frozen=True)
+class ExternalGroup:
+    """Group that a program outside opened, as stored. `index` counts the groups of its step."""
+
+    group_id: str
+    step: int
+    index: int
+    name: str | None
+    task: Task
+
+
 class Store:
     """SQLite file of one run. Any thread may call any method; each call is one transaction.
 
@@ -412,12 +423,31 @@ class Store:
                 (group_id, step, name, json.dumps(task)),
             )
 
-    def external_groups(self, step: int) -> list[tuple[str, str | None, Task]]:
-        """Return id, name and task of the groups that were opened in this step, in order."""
+    def drop_external_groups(self, step: int, group_ids: Sequence[str]) -> None:
+        """Record the groups that this step dropped. A resumed run may repeat this."""
         with self._transaction() as db:
-            query = "SELECT group_id, name, task FROM external_groups WHERE step = ? ORDER BY rowid"
-            rows = db.execute(query, (step,)).fetchall()
-        return [(group_id, name, json.loads(task)) for group_id, name, task in rows]
+            db.executemany(
+                "INSERT OR REPLACE INTO dropped_groups (group_id, step) VALUES (?, ?)",
+                [(group_id, step) for group_id in group_ids],
+            )
+
+    def external_groups(self, first: int, step: int) -> list[ExternalGroup]:
+        """Return the groups, in order, that were opened in the steps from `first` to `step`.
+
+        Groups that a step before `step` took, or one up to `step` dropped, are left out.
+        """
+        with self._transaction() as db:
+            rows = db.execute(
+                "SELECT group_id, step, place, name, task FROM (SELECT *, rowid AS row, "
+                "row_number() OVER (PARTITION BY step ORDER BY rowid) - 1 AS place "
+                "FROM external_groups WHERE step BETWEEN ?1 AND ?2) "
+                "WHERE group_id NOT IN (SELECT value FROM step_groups, json_each(group_ids) "
+                "WHERE step_groups.step < ?2) "
+                "AND group_id NOT IN (SELECT group_id FROM dropped_groups WHERE step <= ?2) "
+                "ORDER BY row",
+                (first, step),
+            ).fetchall()
+        return [ExternalGroup(*row[:4], task=json.loads(row[4])) for row in rows]
 
     # Spans
 

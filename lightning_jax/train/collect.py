@@ -41,15 +41,16 @@ class Collector:
         self._config, self._pipelines, self._runner = config, pipelines, runner
         self._progress, self._on_rollout = progress, on_rollout
         self._sampling: str | None = None  # phase that waits for groups
-        self.groups = (
-            ExternalGroups(config, runner, pipelines.tasks_by_id, self._count)
-            if config.agent.external
-            else Groups(config, pipelines, runner, self._count)
-        )
         self.tasks: dict[str, Task] = {}  # of the last step's groups, by the group's id
         self._failures = FailureWatch(runner.store, config.rollout.max_agent_failures)
         self._reader = TraceReader(
-            config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout
+            *(config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout),
+            max_staleness=config.algorithm.max_staleness,
+        )
+        self.groups = (
+            ExternalGroups(config, runner, self._reader, pipelines.tasks_by_id, self._count)
+            if config.agent.external
+            else Groups(config, pipelines, runner, self._count)
         )
         self._unused = UnusedWatch(self._reader, runner.store)
         self._gaming = GamingWatch(config.rewards)
@@ -77,19 +78,23 @@ class Collector:
             )
             await run_in_thread(self._unused.observe, metrics, rollouts, step)
             self._gaming.observe(metrics, rollouts, step)
-            metrics |= {"time/trainer_wait_s": waited_s} | self.groups.take_metrics()
-            if self._runner.scorer is not None:
-                metrics |= self._runner.scorer.take_metrics()
+            metrics |= {"time/trainer_wait_s": waited_s}
             if algorithm.max_sampling_rounds == 1:
-                return trajectories, metrics | self._pipelines.observe(rollouts)
+                return trajectories, metrics | self._of_all_rounds(rollouts)
             useful = without_equal_groups(trajectories, algorithm)
             num_useful = len({trajectory.group_id for trajectory in useful})
             if num_useful == wanted or num_rounds == algorithm.max_sampling_rounds:
-                return useful, metrics | self._pipelines.observe(rollouts) | {
+                return useful, metrics | self._of_all_rounds(rollouts) | {
                     "rollout/num_sampling_rounds": float(num_rounds),
                     "rollout/num_groups_left_out": float(num_tasks - num_useful),
                     "rollout/num_groups_replaced": float(num_tasks - wanted),
                 }
+
+    def _of_all_rounds(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """Return what was counted since the last step, and the state of the task order."""
+        metrics = self.groups.take_metrics() | self._pipelines.observe(rollouts)
+        scorer = self._runner.scorer
+        return metrics | (scorer.take_metrics() if scorer is not None else {})
 
     async def _round(self, step: int, number: int) -> list[Rollout]:
         """Return the rollouts of groups that the step takes, in order.

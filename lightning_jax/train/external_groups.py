@@ -1,81 +1,69 @@
 """Training groups whose rollouts programs outside open, such as a product in use.
 
-A group has the attempts at one task, and the version of the weights at its first one. Ids derive
-from the step in which a group was opened and a running number. The store keeps all groups, so a
-run that was killed trains on each finished rollout.
+A group has the attempts at one task. Ids derive from the step in which it was opened and a running
+number. The store keeps all groups, so a run that was killed trains on each finished rollout.
+
+A rollout may last for many steps. Its calls age one by one, as those of any other rollout: stale
+ones are not trained on (`rl.staleness`). A group is too old once that holds for all of its calls.
 """
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.external_routes import EndFields, OpenFields
+from lightning_jax.rl.staleness import newest_version
 from lightning_jax.rollouts.external import EXPIRED, ExternalAgents
-from lightning_jax.rollouts.runner import RolloutRequest, Runner
+from lightning_jax.rollouts.metrics import TraceReader
+from lightning_jax.rollouts.runner import RolloutRequest, Runner, group_id
+from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.config import Config
-from lightning_jax.train.step_groups import Group, Key, StepGroups, start_scoring
+from lightning_jax.train.open_group import OpenGroup
+from lightning_jax.train.step_groups import Group, StepGroups, newest_complete, start_scoring
 from lightning_jax.types import FINISHED, LLM, Metrics, Rollout, Task
 
 log = logging.getLogger(__name__)
 
 HINT_S = 30.0  # without a rollout, before the run says how to open one
 RETRY_AFTER_S = 5
-
-
-@dataclass(eq=False)
-class OpenGroup:
-    """Group that still takes rollouts, or whose rollouts still run."""
-
-    key: Key
-    name: str | None
-    task: Task
-    size: int
-    finished: dict[int, Rollout] = field(default_factory=dict)  # by index
-    free: list[tuple[int, int]] = field(default_factory=list)  # index and attempt, to try again
-    num_begun: int = 0  # indices in use
-
-    def take_place(self) -> tuple[int, int] | None:
-        """Return the index and attempt of the next rollout, or None if there is no place."""
-        if self.free:
-            return self.free.pop(0)
-        if self.num_begun == self.size:
-            return None
-        self.num_begun += 1
-        return self.num_begun - 1, 1
+COUNTED = ("unfinished", "expired", "groups_too_old", "groups_incomplete")
 
 
 class ExternalGroups:
     """Groups that no step has taken yet, filled from outside.
 
-    A step takes the oldest complete groups. One that is not complete within
-    `algorithm.max_staleness` steps is dropped and counted.
+    A step takes the groups that were complete last. One is dropped and counted if all calls of its
+    finished rollouts are older than `algorithm.max_staleness` steps, and none of its rollouts runs.
     """
 
     def __init__(
         self,
         config: Config,
         runner: Runner,
+        reader: TraceReader,
         tasks: Mapping[str, Task],
         on_rollout: Callable[[], None] = lambda: None,
     ) -> None:
         """`tasks` are those that callers may name by id."""
-        self._config, self._runner, self._tasks = config, runner, tasks
+        self._config, self._runner, self._reader, self._tasks = config, runner, reader, tasks
         self._on_rollout = on_rollout
         self._agents = ExternalAgents(config.rollout, config.agent.idle_s, runner.gateway.idle_s)
         self._open: list[OpenGroup] = []  # in order of their keys
-        self._complete: list[Group] = []
+        self._complete: list[Group] = []  # the last one was complete last
         self._running: dict[str, asyncio.Task[None]] = {}  # by rollout id
-        self._present = StepGroups(runner.store, config)
+        self._present = StepGroups(runner.store, newest_complete)
         self._next_index = 0
         self._is_ready = False  # once the first step has read the store
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._is_hinted = False
-        self._counts = {"unfinished": 0, "expired": 0, "groups_too_old": 0}
+        self._counts = Counter[str]()
+        self._num_taken = self._num_too_old = 0  # rollouts
         runner.gateway.take_rollouts(self)
 
     # For programs outside
@@ -135,7 +123,9 @@ class ExternalGroups:
                 await self._changed.wait()
         finally:
             hinting.cancel()
+        chosen = sorted(chosen, key=lambda group: group.key)
         self._complete = [group for group in self._complete if group not in chosen]
+        self._num_taken += sum(len(group.running) for group in chosen)
         await self._present.record(chosen)
         return chosen
 
@@ -147,8 +137,11 @@ class ExternalGroups:
 
     def take_metrics(self) -> Metrics:
         """Return counts of what was not trained on since the last call."""
-        metrics = {f"rollout/num_external_{name}": float(n) for name, n in self._counts.items()}
-        self._counts = dict.fromkeys(self._counts, 0)
+        metrics = {f"rollout/num_external_{name}": float(self._counts[name]) for name in COUNTED}
+        of_both = max(self._num_taken + self._num_too_old, 1)
+        metrics["rollout/external_too_old_share"] = self._num_too_old / of_both
+        self._counts.clear()
+        self._num_taken = self._num_too_old = 0
         return metrics
 
     def progress(self) -> dict[str, Any]:
@@ -228,23 +221,33 @@ class ExternalGroups:
             rollout = await self._runner.run_once(
                 request, attempt, partial(self._agents.run, opened), draw=attempt
             )
+            await self._finish(group, rollout)
         except Exception as error:  # noqa: BLE001  (of our code: `take` raises it)
             self._error = error
-        else:
-            self._finish(group, rollout)
         finally:
             self._changed.set()
 
-    def _finish(self, group: OpenGroup, rollout: Rollout) -> None:
+    async def _finish(self, group: OpenGroup, rollout: Rollout) -> None:
         if rollout.status not in FINISHED:
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
             self._counts["expired" if rollout.reason == EXPIRED else "unfinished"] += 1
-            group.free.append((rollout.index, rollout.attempt + 1))
+            group.give_up(rollout.index, rollout.attempt)
             return
-        group.finished[rollout.index] = rollout
+        group.finish(rollout, await self._version_of(rollout, self._present.step))
         self._on_rollout()
-        if group in self._open and len(group.finished) == group.size:
+        if group.is_complete:
             self._complete_group(group)
+            await self._drop_too_old()
+
+    async def _version_of(self, rollout: Rollout, step: int) -> int:
+        """Return the version of the rollout's newest call, or the step if it has none."""
+
+        def read() -> int | None:
+            spans = self._runner.store.spans(rollout.rollout_id)
+            return newest_version(self._reader.transitions(spans)[0])
+
+        version = await run_in_thread(read)
+        return step if version is None else version
 
     def _complete_group(self, group: OpenGroup) -> None:
         """Move a group to the complete ones, and start to score it."""
@@ -252,57 +255,66 @@ class ExternalGroups:
         running = [asyncio.get_running_loop().create_future() for _ in group.finished]
         for index, future in enumerate(running):
             future.set_result(group.finished[index])
-        version = group.key[0]
-        complete = Group(group.key, version, group.task, tuple(running))
+        complete = Group(group.key, group.version, group.task, tuple(running))
         scoring = start_scoring(self._runner.scorer, group.task, running, self._changed.set)
         self._complete.append(replace(complete, scoring=scoring))
-        self._complete.sort(key=lambda group: group.key)
 
     async def _begin_step(self, step: int) -> None:
         """Go to a step: read its stored groups, and drop groups that are too old."""
-        oldest = max(step - self._config.algorithm.max_staleness, 0)
-        if not self._is_ready:
-            for opened_at in range(oldest, step):
-                await self._restore(opened_at, step)
-        next_index = await self._restore(step, step)
+        next_index = await self._restore(step if self._is_ready else 0, step)
         await self._present.begin(step)
         self._next_index = next_index
-        too_old = [group for group in (*self._open, *self._complete) if group.key[0] < oldest]
-        self._open = [group for group in self._open if group not in too_old]
-        self._complete = [group for group in self._complete if group not in too_old]
-        self._counts["groups_too_old"] += len(too_old)
+        await self._drop_too_old()
         if not self._is_ready:
             self._is_ready = True
             url = self._runner.gateway.url
             log.info("open rollouts with POST %s/v1/rollouts and the key serve.api_key", url)
 
-    async def _restore(self, opened_at: int, step: int) -> int:
-        """Read the groups that an earlier process opened in a step and no step has taken.
+    async def _drop_too_old(self) -> None:
+        """Drop groups from which nothing can be learned any more, and count them."""
+        oldest = self._present.step - self._config.algorithm.max_staleness
+        complete = [group for group in self._complete if group.version < oldest]
+        incomplete = [g for g in self._open if g.version < oldest and not g.is_running]
+        self._complete = [group for group in self._complete if group not in complete]
+        self._open = [group for group in self._open if group not in incomplete]
+        for group in complete:
+            if group.scoring is not None:
+                group.scoring.cancel()
+        self._num_too_old += sum(len(group.running) for group in complete)
+        self._num_too_old += sum(len(group.finished) for group in incomplete)
+        self._counts["groups_too_old"] += len(complete) + len(incomplete)
+        self._counts["groups_incomplete"] += len(incomplete)
+        if group_ids := [group_id("train", *group.key) for group in (*complete, *incomplete)]:
+            store = self._runner.store
+            await store.in_order(store.drop_external_groups, self._present.step, group_ids)
 
-        Return the number of the next group of that step.
+    async def _restore(self, first: int, step: int) -> int:
+        """Read the groups that an earlier process opened since step `first` and no step has taken.
+
+        Return the number of those of `step`.
         """
         store = self._runner.store
-        stored = await store.in_order(store.external_groups, opened_at)
-        taken: set[str] = set()
-        for earlier in range(opened_at, step):
-            taken |= {*await store.in_order(store.step_groups, earlier)}
-        for number, (group_id, name, task) in enumerate(stored):
-            rollouts = await store.in_order(store.rollouts, group_id=group_id)
-            if group_id in taken or any(rollout.superseded for rollout in rollouts):
+        found = await store.in_order(store.external_groups, first, step)
+        for stored in found:
+            rollouts = await store.in_order(store.rollouts, group_id=stored.group_id)
+            if any(rollout.superseded for rollout in rollouts):
                 continue
-            group = OpenGroup((opened_at, number), name, task, self._config.rollout.group_size)
+            size = self._config.rollout.group_size
+            group = OpenGroup((stored.step, stored.index), stored.name, stored.task, size)
             newest = {rollout.index: rollout for rollout in rollouts}  # attempts are in order
             group.num_begun = max(newest, default=-1) + 1
             for index in range(group.num_begun):
                 rollout = newest.get(index)
                 if rollout is not None and rollout.status in FINISHED:
-                    group.finished[index] = rollout
+                    group.finish(rollout, await self._version_of(rollout, step))
                 else:  # a crash may have left a place without a rollout
-                    group.free.append((index, rollout.attempt + 1 if rollout else 1))
+                    group.give_up(index, rollout.attempt if rollout else 0)
             self._open.append(group)
-            if len(group.finished) == group.size:
+            if group.is_complete:
                 self._complete_group(group)
-        return len(stored)
+        if not self._is_ready:
+            self._complete.sort(key=lambda group: (group.version, group.key))
+        return sum(stored.step == step for stored in found)
 
     def _choose(self, number: int) -> list[Group] | None:
         """Return the groups to take, or None if the step has to wait."""

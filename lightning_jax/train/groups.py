@@ -7,14 +7,14 @@ may train a group.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning_jax.rollouts.runner import Runner, group_id, make_requests
 from lightning_jax.train.config import Config
 from lightning_jax.train.pipelines import Pipelines
-from lightning_jax.train.step_groups import Group, Key, StepGroups, start_scoring
+from lightning_jax.train.step_groups import Group, Key, StepGroups, oldest_complete, start_scoring
 from lightning_jax.types import Metrics, Rollout
 
 GROUPS = "groups"  # in the progress of a checkpoint
@@ -41,7 +41,7 @@ class Groups:
         self._pending: list[Group] = []  # begun before the process started, and not yet again
         self._next: Key = (0, 0)
         self._wanted = 0
-        self._present = StepGroups(runner.store, config)
+        self._present = StepGroups(runner.store, self._oldest)
         self._changed = asyncio.Event()
 
     async def take(self, step: int, number: int) -> list[Group]:
@@ -107,6 +107,15 @@ class Groups:
             scoring = start_scoring(self._runner.scorer, group.task, running, self._changed.set)
             self._untaken.append(replace(group, running=running, scoring=scoring))
         self._untaken.sort(key=lambda group: group.key)
+
+    def _oldest(self, groups: Sequence[Group], number: int) -> list[Group] | None:
+        return oldest_complete(
+            groups,
+            number,
+            step=self._present.step,
+            per_step=self._per_step,
+            max_staleness=self._config.algorithm.max_staleness,
+        )
 
     def _room(self) -> int:
         """Return the number of groups that may begin."""

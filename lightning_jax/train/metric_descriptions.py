@@ -72,7 +72,11 @@ _TEXTS = {
     "rollout/rule_NAME_without_call": "times: how often no recorded call had caused it",
     "rollout/num_external_expired": "rollouts: number from outside that expired without a reward",
     "rollout/num_external_unfinished": "rollouts: number from outside that ended without a result",
-    "rollout/num_external_groups_too_old": "groups: number dropped because they stayed incomplete",
+    "rollout/num_external_groups_too_old": "groups: number dropped because every call was too old",
+    "rollout/num_external_groups_incomplete": "groups: number of these that still lacked attempts",
+    "rollout/external_too_old_share": "share: finished rollouts from outside that were dropped "
+    "for their age. Raise rollout.tasks_per_step, or lower rollout.group_size if groups lack "
+    "attempts",
     "rollout/num_sampling_rounds": "rounds: rounds of rollouts (dynamic sampling)",
     "rollout/num_groups_left_out": "groups: number left out because all returns are equal",
     "rollout/num_groups_replaced": "groups: number of further tasks drawn for them",

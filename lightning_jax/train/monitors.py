@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 MANY_FEWER = 0.75  # share of the rows
 # Nats. Sampler and trainer share one forward function, so more is a bug. bfloat16 rounds by 1e-3.
 MISMATCH_ALARM = {"float32": 1e-3, "bfloat16": 1e-2}
+STALE_CALLS = "train/dropped_stale"
 FULL = 0.75  # share of used targets; the last row is rarely full, and calls are not split
 
 
@@ -147,6 +148,11 @@ def findings(row: Mapping[str, float | int]) -> list[Finding]:
             for whose in ("agent", "infrastructure")
         )
         / max(row.get("rollout/num_rollouts", 0.0), 1.0),
+        "too_old": row.get("rollout/external_too_old_share", 0.0),
+        "stale_calls": sum(
+            value for name, value in row.items() if name.partition("/policy=")[0] == STALE_CALLS
+        )
+        / max(row.get("rollout/num_calls", 0.0), 1.0),
     }
     return [
         Finding(kind, shares[kind], text)
@@ -204,6 +210,18 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
         0.01,
         "{share:.0%} of the rollouts met their deadline while their calls waited for the server; "
         "lower rollout.concurrency, or raise rollout.timeout_s",
+    ),
+    "too_old": (
+        0.05,
+        "{share:.0%} of the rollouts from outside were dropped, because all of their group's calls "
+        "were too old once a step could take them; raise rollout.tasks_per_step if "
+        "rollout.group_size attempts come for each task, and lower rollout.group_size if not",
+    ),
+    "stale_calls": (
+        0.05,
+        "{share:.0%} of the calls were not trained on, because they were older than "
+        "algorithm.max_staleness; raise it, or raise rollout.tasks_per_step so that steps are "
+        "longer",
     ),
 }
 SAMPLERS = ("serve/samplers", "serve/samplers_lost")  # counters of a cluster

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from lightning_jax.rollouts.runner import group_id
 from lightning_jax.rollouts.scoring import Scorer
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import Config
 from lightning_jax.types import Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -18,7 +17,10 @@ Key = tuple[int, int]  # (step, index)
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Group of rollouts that has begun. `version` is the weights version at that time."""
+    """Group of rollouts that has begun. Its age counts from the weights of `version`.
+
+    They are those of its beginning or, for a group from outside, of its newest call.
+    """
 
     key: Key
     version: int
@@ -44,14 +46,18 @@ class Group:
         return [rollout.result() for rollout in self.running]
 
 
+Choose = Callable[[Sequence[Group], int], list[Group] | None]  # (untaken, number) -> chosen
+
+
 class StepGroups:
     """Choice of the groups that the present step takes.
 
     The store keeps it, so that a step that is repeated after a crash takes the same groups.
     """
 
-    def __init__(self, store: Store, config: Config) -> None:
-        self._store, self._config = store, config
+    def __init__(self, store: Store, choose: Choose) -> None:
+        """`choose` returns the groups that a step takes for the first time."""
+        self._store, self._choose = store, choose
         self.step = -1
         self._taken: list[str] = []  # ids of the present step's groups
         self._recorded: list[str] = []  # ids that this step had taken before a crash
@@ -77,13 +83,7 @@ class StepGroups:
             else:
                 self._recorded = self._recorded[number:]
                 return chosen
-        return oldest_complete(
-            groups,
-            number,
-            step=self.step,
-            per_step=self._config.rollout.tasks_per_step,
-            max_staleness=self._config.algorithm.max_staleness,
-        )
+        return self._choose(groups, number)
 
     async def record(self, chosen: Sequence[Group]) -> None:
         """Record that the present step takes these groups."""
@@ -109,6 +109,16 @@ def oldest_complete(
         if sum(group in chosen for group in due) < min(least, number):
             return None
     return chosen
+
+
+def newest_complete(groups: Sequence[Group], number: int) -> list[Group] | None:
+    """Return the groups that were complete last, or None if the step has to wait.
+
+    `groups` are in the order in which they were complete. That order does not depend on how long
+    their rollouts took, so long ones have the same share of the groups taken as of all.
+    """
+    complete = [group for group in groups if group.is_complete]
+    return complete[len(complete) - number :] if len(complete) >= number else None
 
 
 def start_scoring(

@@ -1,6 +1,8 @@
 """Test that calls from old weights are dropped."""
 
-from lightning_jax.rl.staleness import drop_stale
+from dataclasses import replace
+
+from lightning_jax.rl.staleness import drop_stale, newest_version
 from lightning_jax.testing.records import trajectory, transition
 
 
@@ -15,3 +17,13 @@ def test_stale_calls_are_dropped_and_counted():
     assert [t.transitions for t in step] == [(new,), ()]
     assert advantages == [(2.0,), ()]
     assert num_dropped == 2
+
+
+def test_newest_version_is_that_of_the_trained_call_that_is_stale_last():
+    """A call is as old as its oldest token, so version 4 of the second call does not count."""
+    old, mixed = transition([1], [2], version=2), transition([1], [2, 3], version=3)
+    mixed = replace(mixed, policy_versions=(3, 4))
+    frozen = transition([1], [2], version=9, trains=False)
+    assert newest_version([old, mixed, frozen]) == 3
+    assert newest_version([old]) == 2
+    assert newest_version([frozen]) is newest_version([]) is None

@@ -91,6 +91,15 @@ def test_only_calls_that_train_are_stale() -> None:
         assert metrics.get("train/staleness_mean") == expected
 
 
+def test_calls_that_are_too_old_to_train_have_no_age() -> None:
+    rollouts = [_rollout(0, "scored", reward=1.0)]
+    calls = [transition([1], [2], version=version) for version in (1, 4, 5)]
+    metrics = rollout_metrics(rollouts, [trajectory(*calls)], 6, max_staleness=2)
+    assert (metrics["train/staleness_mean"], metrics["train/staleness_max"]) == (1.5, 2)
+    assert "train/staleness_share/age=5" not in metrics
+    assert rollout_metrics(rollouts, [trajectory(*calls)], 6)["train/staleness_max"] == 5
+
+
 def test_a_failed_agent_counts_as_0_whatever_training_gives_it() -> None:
     rollouts = [
         _rollout(0, "scored", reward=1.0, task_id="a"),

@@ -25,6 +25,7 @@ from lightning_jax.traces.store import (
     CRASH,
     LEGAL_TRANSITIONS,
     STOP,
+    ExternalGroup,
     IllegalTransition,
     Store,
     TemporaryStore,
@@ -160,6 +161,33 @@ def test_groups_of_a_step_are_recorded_until_settings_change(store: Store) -> No
     store.supersede(1, ["g0"])  # of step 0, but not trained yet
     assert store.step_groups(0) == ["g1", "g2"] and store.step_groups(1) == []
     assert all(rollout.superseded for rollout in store.rollouts())
+
+
+def test_groups_from_outside_are_read_until_a_step_took_or_dropped_them(store: Store) -> None:
+    names = [("taken", 0), ("dropped", 0), ("old", 0), ("present", 2), ("later", 3)]
+    for name, step in names:
+        store.add_external_group(name, step, name.upper(), {"id": name})
+    store.add_external_group("old", 1, "again", {"id": "other"})  # stays as it is
+    store.set_step_groups(1, ["taken"])
+    store.drop_external_groups(2, ["dropped"])
+
+    def ids(first: int, step: int) -> list[str]:
+        return [group.group_id for group in store.external_groups(first, step)]
+
+    assert ids(0, 2) == ["old", "present"] and ids(2, 2) == ["present"]
+    assert ids(0, 1) == ["taken", "dropped", "old"]  # a resumed run takes and drops them again
+    assert store.external_groups(0, 2)[0] == ExternalGroup("old", 0, 2, "OLD", {"id": "old"})
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_groups_from_outside_of_version_9_are_read(tmp_path: Path, read_only: bool) -> None:
+    path = tmp_path / "store.sqlite"
+    with contextlib.closing(Store(path)) as store:
+        store.add_external_group("g", 0, None, {"id": "t"})
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.executescript("DROP TABLE dropped_groups; PRAGMA user_version=9")
+    with contextlib.closing(Store(path, read_only=read_only)) as store:
+        assert [group.group_id for group in store.external_groups(0, 4)] == ["g"]
 
 
 def test_spans_come_back_as_they_were(store: Store) -> None:

@@ -381,8 +381,8 @@ async def test_killed_run_trains_on_what_was_finished(tmp_path: Path, unused_tcp
         assert store.step_groups(0) == ["train-00000-000", "train-00000-001"]
         ids = [r.rollout_id for r in store.rollouts(group_id="train-00000-001")]
         assert ids == ["train-00000-001-00-1", "train-00000-001-01-1", "train-00000-001-01-2"]
-        whole = store.external_groups(0)[0]
-        assert whole[2]["text"] == "long" * 1000  # not shortened
+        whole = store.external_groups(0, 0)[0]
+        assert whole.task["text"] == "long" * 1000  # not shortened
 
 
 async def test_a_run_without_an_agent_evaluates_nothing(tmp_path: Path) -> None:

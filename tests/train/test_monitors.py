@@ -113,6 +113,17 @@ def test_a_step_that_learns_has_no_findings() -> None:
             "other_temperature",
             0.5,
         ),
+        ({"rollout/external_too_old_share": 0.05}, "too_old", 0.05),
+        ({"rollout/num_calls": 20.0, "train/dropped_stale": 1.0}, "stale_calls", 0.05),
+        (
+            {
+                "rollout/num_calls": 20.0,
+                "train/dropped_stale/policy=a": 1.0,
+                "train/dropped_stale/policy=b": 2.0,
+            },
+            "stale_calls",
+            0.15,
+        ),
     ],
 )
 def test_what_keeps_a_step_from_learning_is_warned_of_once(
