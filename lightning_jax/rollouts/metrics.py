@@ -262,7 +262,7 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     by_task: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         if rollout.status in FINISHED:
-            by_task[rollout.group_id].append(_earned(rollout))
+            by_task[rollout.group_id].append(earned(rollout))
     rewards = np.asarray([fmean(values) for values in by_task.values()])
     status = Counter(rollout.status for rollout in rollouts)
     metrics = {
@@ -327,14 +327,14 @@ def split_by(
 
 def task_rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     """Return the rewards of each task's finished rollouts. The newest attempt counts."""
-    newest = {(r.task_id, r.index): _earned(r) for r in rollouts if r.status in FINISHED}
+    newest = {(r.task_id, r.index): earned(r) for r in rollouts if r.status in FINISHED}
     found: dict[str, list[float]] = defaultdict(list)
     for (task, _), reward in newest.items():
         found[task].append(reward)
     return dict(found)
 
 
-def _earned(rollout: Rollout) -> float:
+def earned(rollout: Rollout) -> float:
     """Return the reward in an evaluation, where a failed agent gets 0, not agent_failure_reward."""
     return rollout.reward or 0.0 if rollout.status == "scored" else 0.0
 
