@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -23,6 +24,8 @@ from lightning_jax.traces.roles import Policies, Roles, assign_roles, only_train
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import attach_loose_calls
 from lightning_jax.types import FINISHED, Metrics, Rollout, Span, Task, Trajectory, Transition
+
+Item = TypeVar("Item")
 
 # Maximum names of one kind in a row of metrics: agents' metrics, sub-agents, failure reasons.
 MAX_NAMES = 200
@@ -311,17 +314,17 @@ def eval_metrics_by(
 
 
 def split_by(
-    field: str | None, tasks: Sequence[Task], rollouts: Sequence[Rollout]
-) -> dict[str, list[Rollout]]:
-    """Return the rollouts of each value of a task field, such as `source=svamp`, sorted by value.
+    field: str | None, tasks: Sequence[Task], items: Sequence[Item]
+) -> dict[str, list[Item]]:
+    """Return the items of each value of a task field, such as `source=svamp`, sorted by value.
 
-    `rollouts` are in the order of `tasks`. Empty if `field` is None.
+    `items`, such as rollouts, are in the order of `tasks`. Empty if `field` is None.
     """
     if field is None:
         return {}
-    parts: dict[str, list[Rollout]] = defaultdict(list)
-    for task, rollout in zip(tasks, rollouts, strict=True):
-        parts[f"{field}={task.get(field, 'missing')}"].append(rollout)
+    parts: dict[str, list[Item]] = defaultdict(list)
+    for task, item in zip(tasks, items, strict=True):
+        parts[f"{field}={task.get(field, 'missing')}"].append(item)
     return dict(sorted(parts.items()))
 
 

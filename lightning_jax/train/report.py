@@ -27,6 +27,7 @@ def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = Non
     """Return a table with a line per evaluation, and one below it per value of the task field `by`.
 
     Changes are per task, relative to the start of the phase (the warm-up or the steps after it).
+    `eval.baselines` follow.
     """
     lines = ["step  greedy reward on dev tasks"]
     for row in rows:
@@ -35,7 +36,22 @@ def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = Non
             start = f"eval/reward_mean/{by}="
             values = [name.removeprefix(start) for name in row if name.startswith(start)]
             lines += [f"      {by}={value}: {_result(row, f'/{by}={value}')}" for value in values]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_baselines(rows)])
+
+
+def _baselines(rows: Sequence[Mapping[str, float | int]]) -> list[str]:
+    """Return a line for the baselines of the last evaluation, and one for each part of it."""
+    start = "eval/baseline_"
+    evaluated = [row for row in rows if "eval/reward_mean" in row][-1:]
+    parts: dict[str, list[str]] = {}
+    for name, value in (item for row in evaluated for item in row.items()):
+        if name.startswith(start):
+            baseline, _, part = name.removeprefix(start).partition("/")
+            parts.setdefault(part, []).append(f"{baseline} {value:.3f}")
+    return [
+        (f"      {part}: " if part else "without a model: ") + ", ".join(parts[part])
+        for part in sorted(parts)
+    ]
 
 
 def evaluations(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> ResultTable:
