@@ -27,7 +27,6 @@ def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = Non
     """Return a table with a line per evaluation, and one below it per value of the task field `by`.
 
     Changes are per task, relative to the start of the phase (the warm-up or the steps after it).
-    `eval.baselines` follow.
     """
     lines = ["step  greedy reward on dev tasks"]
     for row in rows:
