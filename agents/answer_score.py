@@ -5,19 +5,26 @@ punctuation and articles. MuSiQue (Trivedi et al., TACL 2022) lists aliases of a
 best match counts.
 """
 
+import json
 import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
 
 ANSWER_SHARE = 0.9  # share of the reward; the rest is for the format (arXiv 2508.03680)
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPENING, _CLOSING = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>"))
 
 
 def score(reply: str, answer: str, aliases: Sequence[str] = ()) -> dict[str, float]:
-    """Return a reply's `reward`, 0.9 * f1 + 0.1 * format, and separately `em`, `f1`, `format`."""
+    """Return a reply's `reward`, 0.9 * f1 + 0.1 * format, and separately `em`, `f1`, `format`.
+
+    MuSiQue's published evaluation reports `em` and `f1`.
+    """
     found, golds = extract_answer(reply), (answer, *aliases)
     f1 = max(token_f1(found, gold) for gold in golds)
     well_formed = float(has_format(reply))
@@ -30,9 +37,14 @@ def score(reply: str, answer: str, aliases: Sequence[str] = ()) -> dict[str, flo
 
 
 def extract_answer(reply: str) -> str:
-    """Return the text between the first <answer> and </answer>, or the whole reply without them."""
-    text, closing, _ = reply.partition("<answer>")[2].partition("</answer>")
-    return (text if closing else reply).strip()
+    """Return the text of the last answer between tags, or the whole reply without a tag.
+
+    If no answer has both tags, one is enough: a reply may have been cut.
+    """
+    *closed, rest = _CLOSING.split(reply)
+    between = [text for text in closed if _OPENING.search(text)]
+    found = between or ([rest] if _OPENING.search(rest) else closed) or [rest]
+    return _OPENING.split(found[-1])[-1].strip()
 
 
 def has_format(reply: str) -> bool:
@@ -62,3 +74,41 @@ def normalize(text: str) -> str:
     """Return the text in lower case, without punctuation and articles, with single blanks."""
     plain = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
+
+
+def baselines(tasks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the mean reward of the best answer that is always the same, in the right form."""
+    common = Counter(task["answer"] for task in tasks).most_common(20)
+    means = [
+        fmean(
+            score(f"<answer>{text}</answer>", task["answer"], task["answer_aliases"])["reward"]
+            for task in tasks
+        )
+        for text, _ in common
+    ]
+    return {"constant": max(means, default=0.0)}
+
+
+# ---- Scores of stored attempts, for `lightning-jax rescore` ------------------------------------
+
+
+def reward_of_attempt(task: dict[str, Any], attempt: Any) -> float:
+    """Return the reward of a stored rollout."""
+    return _score_of(task, attempt)["reward"]
+
+
+def em_of_attempt(task: dict[str, Any], attempt: Any) -> float:
+    """Return the exact match of the answer of a stored rollout."""
+    return _score_of(task, attempt)["em"]
+
+
+def f1_of_attempt(task: dict[str, Any], attempt: Any) -> float:
+    """Return the F1 of the answer of a stored rollout."""
+    return _score_of(task, attempt)["f1"]
+
+
+def _score_of(task: dict[str, Any], attempt: Any) -> dict[str, float]:
+    aliases = task["answer_aliases"]
+    if isinstance(aliases, str):  # as a run's store keeps them
+        aliases = json.loads(aliases)
+    return score(attempt.response, task["answer"], aliases)

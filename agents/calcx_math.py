@@ -48,10 +48,10 @@ import calculator_client
 from arithmetic import ArithmeticFault, calculate
 from calculator_client import Calculator, CalculatorBroken, shared_calculator
 from calculator_server import TOOL
-from number_answers import reward
+from number_answers import score
 
 MAX_CALLS = 8  # model calls: up to 7 calculations and one answer
-MAX_TOKENS = 128  # per reply
+MAX_TOKENS = 128  # per reply; enough for a 135M model, not for one that reasons in words
 MAX_RESULT_CHARS = 200  # per calculator result
 
 SYSTEM = "Solve the problem. Compute with the calculator. End with: The answer is NUMBER."
@@ -154,15 +154,38 @@ def final_reply(result: TaskResult) -> str:
     return last.content if isinstance(last, TextMessage) else ""
 
 
-async def run(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> float:
-    """Return the reward of one rollout: 1.0 if its answer is the task's number, else 0.0."""
-    return reward(task["result"], final_reply(await solve(task, llm, max_tokens=max_tokens)))
+async def run(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> dict[str, float]:
+    """Return the reward of one rollout, and whether Calc-X's own evaluation accepts its answer."""
+    result = await solve(task, llm, max_tokens=max_tokens)
+    return score(task["result"], final_reply(result))
 
 
-async def run_without_tool(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> float:
-    """Return the same reward for a rollout without a calculator."""
+async def run_without_tool(
+    task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS
+) -> dict[str, float]:
+    """Return the same for a rollout without a calculator."""
     result = await solve(task, llm, use_tool=False, max_tokens=max_tokens)
-    return reward(task["result"], final_reply(result))
+    return score(task["result"], final_reply(result))
+
+
+# ---- Scores of stored attempts, for `lightning-jax rescore` ------------------------------------
+
+
+def reward_of_attempt(task: Task, attempt: Any) -> float:
+    """Return the reward of a stored rollout."""
+    return score(task["result"], _stored_reply(attempt))["reward"]
+
+
+def result_accuracy_of_attempt(task: Task, attempt: Any) -> float:
+    """Return 1.0 if Calc-X's own evaluation accepts the answer of a stored rollout, else 0.0."""
+    return score(task["result"], _stored_reply(attempt))["result_accuracy"]
+
+
+def _stored_reply(attempt: Any) -> str:
+    """Return the last reply, or "" if the last of MAX_CALLS is still a calculation."""
+    num_calls = sum(message["role"] == "assistant" for message in attempt.transcript)
+    is_unfinished = num_calls >= MAX_CALLS and "<tool_call>" in attempt.response
+    return "" if is_unfinished else attempt.response
 
 
 # ---- Demonstrations ----------------------------------------------------------------------------

@@ -1,32 +1,115 @@
-"""Extraction of the number that a reply gives as its answer, and comparison with the gold one."""
+"""Extraction of the number that a reply gives as its answer, and comparison with the gold one.
 
+Calc-X (Kadlcik et al., EMNLP 2023) takes two results as equal if they differ by at most 1 percent.
+"""
+
+import math
 import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
 _NUMBER = re.compile(
-    r"""(?P<sign>(?<![\d)])[-\u2212]\s?)?(?:US\$|[$\u20ac\u00a3])?\s?(?P<minus>(?<!\d)-)?
+    r"""(?P<sign>(?<![\d)])(?:[-\u2212]\s?|\u2013))?(?:US\$|[$\u20ac\u00a3\u00a5\u20b9])?\s?
+        (?P<minus>(?<!\d)-)?
         (?:(?P<whole>\d+)[ _](?=\d+/\d))?  # of a mixed number, as in 3 1/2
         (?:(?P<over>\d+)\s?/\s?(?P<under>\d+)
           |(?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?P<exponent>[eE][+-]?\d{1,3})?)
-        (?P<percent>\s?(?:%|percent\b))?""",
+        (?P<percent>\s?(?:%|percent\b|per\ cent\b))?""",
     re.X,
 )
 _DIGIT = re.compile(r"\d")
-_SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # Calc-X writes 3900 as 3_900
-_MARK = re.compile(r"(?:answer|result)\b[\s*:]*(?:is|are|was|equals|=|:)?|<result>|####", re.I)
+_MARK = re.compile(
+    r"""(?:answer|result)\b
+        (?:[ ]+[-\u2013\u2014][ ]+  # a dash, not a minus
+          |[\s*:]*(?:is|are|was|equals|=|:)?)
+        |<result>|\#{4}""",
+    re.I | re.X,
+)
 _BARE_MARK = re.compile(r"(?:answer|result)[\s*]*", re.I)
 _VERB = re.compile(r"\b(?:is|are|was|equals)\b|[=:]", re.I)
-_EXACT = Fraction(1, 10_000)  # relative
+_ROUNDED = 2  # decimals of a number from which on it may be rounded
 _MAX_DIGITS = 1000  # longest number in a reply; Python refuses to parse more than 4300
-_INTEGER = Fraction(1, 100)  # absolute limit, if the right number is an integer
+_TOLERANCE = 1e-2  # of Calc-X's evaluation, relative to the larger number
+
+_SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # Calc-X writes 3900 as 3_900
+_PLAIN = (  # what to write numbers of LaTeX and typography as
+    (re.compile(r"\\[dt]?frac\s?\{\s?(\d{1,99})\s?\}\s?\{\s?(\d{1,99})\s?\}"), r" \1/\2"),
+    (re.compile(r"\\([$%])"), r"\1"),
+    (re.compile(r"(?<=\d)(?:\{,\}|\\,|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ","),
+    (re.compile(r"(?<=\n)[ \t]{0,9}[-*\u2022][ \t]+"), ""),  # items of a list have no sign
+)
+_VULGAR = re.compile(" ?([\u00bc-\u00be\u2150-\u215e])")  # such as one half in one character
+_TYPED = str.maketrans({"\uff05": "%", "\u2044": "/", "\uff0c": ",", "\uff0e": "."})
 
 
-def reward(gold: str, reply: str) -> float:
-    """Return 1.0 if the answer of the reply is the gold number, else 0.0."""
-    found, right = last_number(reply), _parse(_SEPARATOR.sub("", gold))
+def score(gold: str, reply: str) -> dict[str, float]:
+    """Return `reward` and `result_accuracy` of a reply, 0 or 1 each.
+
+    `result_accuracy` is 1 if Calc-X's published evaluation takes the two numbers as equal: within 1
+    percent of the larger. The reward is too, but if the gold number is an integer, the answer must
+    round to it, 25% may also mean 0.25, and 0.13 may stand for 0.125. Both ignore currencies, units
+    and separators, which the published evaluation expects no model to write. Raises ValueError if
+    the gold result has no number.
+    """
+    right, found = _NUMBER.search(_SEPARATOR.sub("", gold)), last_number(reply)
     if right is None:
         raise ValueError(f"the task's result is {gold!r}; expected a number.")
-    return float(found is not None and _same(right, found))
+    if found is None:
+        return {"reward": 0.0, "result_accuracy": 0.0}
+    earned = any(_is_right(right, found, *values) for values in _readings(right, found))
+    published = next((_is_close(*values) for values in _readings(right, found)), False)
+    return {"reward": float(earned), "result_accuracy": float(published)}
+
+
+def baselines(tasks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the mean rewards of answers that read at most the numbers of the question.
+
+    `constant` is the best answer that is always the same. The others compute with all numbers, or
+    with the first or the last two.
+    """
+    common = Counter(str(task["result"]) for task in tasks).most_common(5)
+    numbers = [_numbers(task["question"]) for task in tasks]
+    rules: dict[str, Callable[[list[Fraction]], Fraction]] = {
+        "first_difference": lambda found: abs(found[0] - found[1]),
+        "last_difference": lambda found: abs(found[-1] - found[-2]),
+        "sum": lambda found: sum(found, start=Fraction(0)),
+    }
+    replies = {
+        name: [str(rule(found)) if len(found) > 1 else "" for found in numbers]
+        for name, rule in rules.items()
+    }
+    constant = max((_mean_reward(tasks, [text] * len(tasks)) for text, _ in common), default=0.0)
+    return {"constant": constant} | {
+        name: _mean_reward(tasks, found) for name, found in replies.items()
+    }
+
+
+def _mean_reward(tasks: Sequence[dict[str, Any]], replies: Sequence[str]) -> float:
+    earned = [
+        score(task["result"], reply)["reward"] for task, reply in zip(tasks, replies, strict=True)
+    ]
+    return math.fsum(earned) / max(len(earned), 1)
+
+
+def _numbers(text: str) -> list[Fraction]:
+    values = [value_of(number) for number in _NUMBER.finditer(plain(text))]
+    return [value for value in values if value is not None]
+
+
+def plain(text: str) -> str:
+    """Return the text with numbers as `_NUMBER` reads them: no LaTeX, no characters like one half.
+
+    `3_900`, `3{,}900` and narrow blanks between thousands are separators.
+    """
+    text = _SEPARATOR.sub("", text.translate(_TYPED))
+    for pattern, replacement in _PLAIN:
+        text = pattern.sub(replacement, text)
+    return _VULGAR.sub(
+        lambda found: " " + unicodedata.normalize("NFKC", found[1]).translate(_TYPED), text
+    )
 
 
 def last_number(reply: str) -> re.Match[str] | None:
@@ -36,7 +119,7 @@ def last_number(reply: str) -> re.Match[str] | None:
     last "=". Without such words it is the last number of the reply. Other numbers may come between
     "answer" and "is", as in "the answer for 5 children is 40".
     """
-    reply = _SEPARATOR.sub("", reply)
+    reply = plain(reply)
     last_digit = max((digit.start() for digit in _DIGIT.finditer(reply)), default=-1)
     marks = [mark for mark in _MARK.finditer(reply) if mark.end() <= last_digit]
     if not marks:
@@ -48,33 +131,33 @@ def last_number(reply: str) -> re.Match[str] | None:
     return _NUMBER.search(sentence.rpartition("=")[2]) or _NUMBER.search(rest)
 
 
-def _parse(text: str) -> re.Match[str] | None:
-    """Return the number at the start of a task's `result`: `72`, `2/3 = around 0.67`, `12 km`."""
-    return _NUMBER.search(text)
-
-
-def _same(gold: re.Match[str], found: re.Match[str]) -> bool:
+def _readings(gold: re.Match[str], found: re.Match[str]) -> Iterator[tuple[Fraction, Fraction]]:
+    """Yield (gold value, found value) as written, then with 25% as 0.25 if one is in percent."""
     right, value = value_of(gold), value_of(found)
     if right is None or value is None:
-        return False
-    if _close(gold, right, found, value):
-        return True
-    if bool(gold["percent"]) == bool(found["percent"]):
-        return False
-    # 25% may mean 25 or 0.25.
-    if found["percent"]:
-        return _close(gold, right, found, value / 100)
-    return _close(gold, right / 100, found, value)
+        return
+    yield right, value
+    if found["percent"] and not gold["percent"]:
+        yield right, value / 100
+    if gold["percent"] and not found["percent"]:
+        yield right / 100, value
 
 
-def _close(gold: re.Match[str], right: Fraction, found: re.Match[str], value: Fraction) -> bool:
+def _is_close(right: Fraction, value: Fraction) -> bool:
+    try:
+        return math.isclose(right, value, rel_tol=_TOLERANCE)
+    except OverflowError:
+        return False
+
+
+def _is_right(gold: re.Match[str], found: re.Match[str], right: Fraction, value: Fraction) -> bool:
+    """Return True if the values are close and, if the right one is an integer, round to it."""
     difference = abs(right - value)
-    tolerance = _EXACT * abs(right)
     if right.denominator == 1:
-        return difference <= min(tolerance, _INTEGER)
-    # A number with two or more decimals may be rounded.
+        return _is_close(right, value) and difference < Fraction(1, 2)
     decimals = min(_decimals(gold), _decimals(found))
-    return difference <= max(tolerance, Fraction(1, 2 * 10**decimals) if decimals >= 2 else 0)
+    rounded = decimals >= _ROUNDED and difference <= Fraction(1, 2 * 10**decimals)
+    return rounded or _is_close(right, value)
 
 
 def value_of(number: re.Match[str]) -> Fraction | None:

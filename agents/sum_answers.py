@@ -4,6 +4,9 @@ A task is a dict with `question`, such as "What is 17 + 25?", and `answer`, the 
 """
 
 import re
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 SYSTEM = "You add numbers. Reply with one line: Answer: NUMBER"
@@ -34,3 +37,11 @@ def reward(task: dict[str, Any], output: str) -> float:
     if answer is None:
         return 0.0
     return 1.0 if answer == task["answer"] else 0.1
+
+
+def baselines(tasks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the mean reward of the best number that is always the same."""
+    if not tasks:
+        return {"constant": 0.0}
+    number, _ = Counter(task["answer"] for task in tasks).most_common(1)[0]
+    return {"constant": fmean(reward(task, f"Answer: {number}") for task in tasks)}

@@ -15,6 +15,7 @@ from lightning_jax.cli.from_stored import print_policy
 from lightning_jax.errors import UserError
 from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.rollouts.config import AGENT
+from lightning_jax.rollouts.metrics import earned
 from lightning_jax.rollouts.rewards import component_metrics, flipped, rank_correlation
 from lightning_jax.rollouts.scoring import Scorer, make_scorer
 from lightning_jax.settings import ConfigError, load_config
@@ -49,13 +50,15 @@ def rescore(
 ) -> tuple[Config, list[list[Pair]]]:
     """Print how the rewards of a run's rollouts change with the `rewards` of a YAML file.
 
-    The run's rewards stay as they are. Verdicts of judges are kept in its store. `limit` is the
-    number of groups, evenly spaced. Returns what `rescored_groups` does. Raises UserError if
-    nothing can be scored.
+    The run's rewards stay as they are. Verdicts of judges are kept in its store. Evaluations also
+    have a line each. `limit` is the number of groups, evenly spaced. Returns what `rescored_groups`
+    does. Raises UserError if nothing can be scored.
     """
     config, pairs = rescored_groups(run_dir, file, phase=phase, limit=limit)
     console = Console(highlight=False)
     console.print(as_terminal(_grid(config, pairs), console.width))
+    if phase == "eval":
+        console.print("", as_terminal(by_evaluation(pairs), console.width), sep="\n")
     return config, pairs
 
 
@@ -240,3 +243,26 @@ def _grid(config: Config, groups: Sequence[Sequence[Pair]]) -> Grid:
         notes.append(f"rollouts whose advantage changes its sign: {found.flip_share:.1%}")
     numbers = ("weight", "mean", "std")
     return Grid("", columns("component", *numbers, numbers=numbers), tuple(rows), tuple(notes))
+
+
+def by_evaluation(groups: Sequence[Sequence[Pair]]) -> Grid:
+    """Return the stored and the new means of each evaluation, a line per step.
+
+    A rollout that its agent failed counts as 0, and one that a component failed is left out.
+    """
+    steps: dict[int, list[Pair]] = defaultdict(list)
+    for before, after in (pair for group in groups for pair in group):
+        if after.status == before.status:
+            steps[before.step].append((before, after))
+    names = list(dict.fromkeys(name for p in steps.values() for _, r in p for name in r.components))
+    rows = [
+        (
+            str(step),
+            str(len(pairs)),
+            *(f"{fmean(earned(pair[i]) for pair in pairs):.4f}" for i in (0, 1)),
+            *(f"{fmean(r.components.get(name, 0.0) for _, r in pairs):.4f}" for name in names),
+        )
+        for step, pairs in sorted(steps.items())
+    ]
+    numbers = ("step", "n", "stored reward", "new reward", *names)
+    return Grid("", columns(*numbers, numbers=numbers, can_drop=names), tuple(rows))

@@ -96,10 +96,10 @@ def run_rescore(arguments: argparse.Namespace) -> int:
     """Score the stored rollouts of a run by other rewards, and show what would change.
 
     Prints the mean of each component, the rank correlation with the stored rewards within groups,
-    and the share of rollouts whose advantage changes its sign. With --train, policy steps follow on
-    these rollouts, and nothing is sampled. run_dir=DIR names the new run directory, by default
-    RUN-rescored. The run itself stays as it is, except that verdicts of judges are kept in its
-    store.
+    and the share of rollouts whose advantage changes its sign. With --phase eval, each evaluation
+    has a line. With --train, policy steps follow on these rollouts, and nothing is sampled.
+    run_dir=DIR names the new run directory, by default RUN-rescored. The run itself stays as it is,
+    except that verdicts of judges are kept in its store.
     """
     from lightning_jax.cli.from_stored import settings_of_offline_run
     from lightning_jax.settings import ConfigError

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -33,6 +34,8 @@ from lightning_jax.types import (
     Trajectory,
     Transition,
 )
+
+Item = TypeVar("Item")
 
 # Maximum names of one kind in a row of metrics: agents' metrics, sub-agents, failure reasons.
 MAX_NAMES = 200
@@ -299,7 +302,7 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     by_task: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         if rollout.status in FINISHED:
-            by_task[rollout.group_id].append(_earned(rollout))
+            by_task[rollout.group_id].append(earned(rollout))
     rewards = np.asarray([fmean(values) for values in by_task.values()])
     status = Counter(rollout.status for rollout in rollouts)
     metrics = {
@@ -380,30 +383,30 @@ def eval_metrics_by(
 
 
 def split_by(
-    field: str | None, tasks: Sequence[Task], rollouts: Sequence[Rollout]
-) -> dict[str, list[Rollout]]:
-    """Return the rollouts of each value of a task field, such as `source=svamp`, sorted by value.
+    field: str | None, tasks: Sequence[Task], items: Sequence[Item]
+) -> dict[str, list[Item]]:
+    """Return the items of each value of a task field, such as `source=svamp`, sorted by value.
 
-    `rollouts` are in the order of `tasks`. Empty if `field` is None.
+    `items`, such as rollouts, are in the order of `tasks`. Empty if `field` is None.
     """
     if field is None:
         return {}
-    parts: dict[str, list[Rollout]] = defaultdict(list)
-    for task, rollout in zip(tasks, rollouts, strict=True):
-        parts[f"{field}={task.get(field, 'missing')}"].append(rollout)
+    parts: dict[str, list[Item]] = defaultdict(list)
+    for task, item in zip(tasks, items, strict=True):
+        parts[f"{field}={task.get(field, 'missing')}"].append(item)
     return dict(sorted(parts.items()))
 
 
 def task_rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     """Return the rewards of each task's finished rollouts. The newest attempt counts."""
-    newest = {(r.task_id, r.index): _earned(r) for r in rollouts if r.status in FINISHED}
+    newest = {(r.task_id, r.index): earned(r) for r in rollouts if r.status in FINISHED}
     found: dict[str, list[float]] = defaultdict(list)
     for (task, _), reward in newest.items():
         found[task].append(reward)
     return dict(found)
 
 
-def _earned(rollout: Rollout) -> float:
+def earned(rollout: Rollout) -> float:
     """Return the reward in an evaluation, where a failed agent gets 0, not agent_failure_reward."""
     return rollout.reward or 0.0 if rollout.status == "scored" else 0.0
 

@@ -34,9 +34,9 @@ class Attempt:
 
     @property
     def response(self) -> str:
-        """Text of the last response, or "" if the policy answered no call."""
-        responses = [message["content"] for message in self.transcript if message["role"] != "user"]
-        return responses[-1] if responses else ""
+        """Text of the last response, or "" if it is empty or the policy answered no call."""
+        last = self.transcript[-1] if self.transcript else {"role": "user", "content": ""}
+        return "" if last["role"] == "user" else last["content"]
 
 
 def attempt_of(rollout: Rollout, spans: Sequence[Span], decode: Decode) -> Attempt:

@@ -82,6 +82,9 @@ class EvalConfig(Section):
     attempts: Natural = 0  # also sample this many attempts at each task, as in training
     at_start: bool = True  # also before the first step and after the warm-up
     by: str | None = None  # task field; also report a result for each of its values
+    # FILE:FUNCTION, list of tasks -> dict with the mean reward of answers that need no model, by
+    # name. They are reported beside each evaluation.
+    baselines: FunctionRef | None = None
 
 
 @dataclass(frozen=True)

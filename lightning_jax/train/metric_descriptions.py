@@ -45,6 +45,7 @@ _TEXTS = {
     "eval/num_agent_failures": "rollouts: number that the agent failed",
     "eval/num_infrastructure_failures": "rollouts: number without a result, left out of all means",
     "eval/agent_NAME_mean": "agent's: mean of a number that the agent returned",
+    "eval/baseline_NAME": "reward: mean of answers that need no model, by `eval.baselines`",
     "eval/reward_NAME_mean": "reward: mean of a component of `rewards` over the scored rollouts",
     "eval/reward_NAME_std": "reward: standard deviation of that component",
     "rollout/reward_mean": "reward: mean over rollouts that have a reward",

@@ -7,6 +7,7 @@ from lightning_jax.gateway.routing import Routing
 from lightning_jax.loading import load_function
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.train.baselines import baseline_metrics
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import evenly_spaced
 from lightning_jax.train.demonstrations import demonstration_sequences
@@ -16,7 +17,10 @@ from lightning_jax.types import Metrics, Rollout, Task
 
 
 class Pipelines:
-    """Endless pipelines of training tasks and demonstrations, and the fixed dev tasks."""
+    """Endless pipelines of training tasks and demonstrations, and the fixed dev tasks.
+
+    `baselines` are metrics of the dev tasks.
+    """
 
     def __init__(
         self,
@@ -27,6 +31,7 @@ class Pipelines:
     ) -> None:
         warmup = config.warmup
         self.dev_tasks = evenly_spaced(dev_tasks, config.eval.num_tasks)
+        self.baselines = baseline_metrics(config.eval, self.dev_tasks)
         self.tasks_by_id = {task["id"]: task for task in train_tasks}
         self._tasks = TaskIterator(train_tasks, config.rollout.tasks_per_step, config.seed)
         self._spare: list[Task] = []  # drawn from `_tasks` but not used yet

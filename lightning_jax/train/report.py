@@ -41,7 +41,22 @@ def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = Non
             lines += _sampled(row)
             values = [name.removeprefix(start) for name in row if name.startswith(start)]
             lines += [f"      {by}={value}: {_result(row, f'/{by}={value}')}" for value in values]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_baselines(rows)])
+
+
+def _baselines(rows: Sequence[Mapping[str, float | int]]) -> list[str]:
+    """Return a line for the baselines of the last evaluation, and one for each part of it."""
+    start = "eval/baseline_"
+    evaluated = [row for row in rows if "eval/reward_mean" in row][-1:]
+    parts: dict[str, list[str]] = {}
+    for name, value in (item for row in evaluated for item in row.items()):
+        if name.startswith(start):
+            baseline, _, part = name.removeprefix(start).partition("/")
+            parts.setdefault(part, []).append(f"{baseline} {value:.3f}")
+    return [
+        (f"      {part}: " if part else "without a model: ") + ", ".join(parts[part])
+        for part in sorted(parts)
+    ]
 
 
 def evaluations(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> ResultTable:

@@ -209,6 +209,7 @@ class Run:
         results = await evaluate_if_due(self.config, self.collector, self.store, tasks, self.step)
         if results:  # now, because the row of metrics waits for the update
             log.info("step %d: %s", self.step, summary(results))
+            results |= self.pipelines.baselines
         return results
 
     def _progress(self) -> dict[str, Any]:

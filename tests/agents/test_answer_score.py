@@ -1,7 +1,15 @@
 """Tests of the answer score against values worked by hand."""
 
 import pytest
-from answer_score import exact_match, extract_answer, has_format, normalize, score, token_f1
+from answer_score import (
+    baselines,
+    exact_match,
+    extract_answer,
+    has_format,
+    normalize,
+    score,
+    token_f1,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +49,16 @@ def test_exact_match() -> None:
         ("<answer>Oslo</answer>", "Oslo", True),
         (" <answer> Oslo\n</answer>\n", "Oslo", True),
         ("It is <answer>Oslo</answer>.", "Oslo", False),
-        ("<answer>Oslo</answer><answer>Rome</answer>", "Oslo", False),
-        ("<answer><answer>Oslo</answer>", "<answer>Oslo", False),
+        ("<answer>Rome</answer> No. <answer>Oslo</answer>", "Oslo", False),
+        ("<answer>Oslo</answer> or <answer>Ro", "Oslo", False),
+        ("<answer><answer>Oslo</answer>", "Oslo", False),
+        ("<Answer>Oslo</ANSWER>", "Oslo", False),
         ("<answer></answer>", "", False),
-        ("<answer>" * 3, "<answer>" * 3, False),
-        ("</answer><answer>Oslo", "</answer><answer>Oslo", False),
-        ("<answer>Oslo", "<answer>Oslo", False),
+        ("<answer>" * 3, "", False),
+        # One tag is enough.
+        ("</answer><answer>Oslo", "Oslo", False),
+        ("It is <answer>Oslo", "Oslo", False),
+        ("Oslo</answer>", "Oslo", False),
         ("Oslo", "Oslo", False),
         ("", "", False),
     ],
@@ -74,3 +86,29 @@ def test_the_best_alias_counts() -> None:
     assert whole["em"] == whole["f1"] == 1.0
     # The answer gives 2 * 1 / (1 + 2), more than the alias.
     assert score("Clinton", "Hillary Clinton", ["Hillary"])["f1"] == pytest.approx(2 / 3)
+    # The best alias for one measure need not be the best for the other.
+    both = score("<answer>City of Oslo</answer>", "Oslo city", ["oslo, city of", "the Oslo"])
+    assert (both["em"], both["f1"]) == (0.0, 1.0)
+
+
+def test_the_published_normalization_is_kept() -> None:
+    # Other dashes than "-" and accents count, as in the official script.
+    assert score("1914\u20131918", "1914-1918")["em"] == 0.0
+    assert score("Sao Paulo", "S\u00e3o Paulo")["f1"] == pytest.approx(0.5)
+    assert score("S\u00c3O PAULO", "S\u00e3o Paulo")["em"] == 1.0
+    assert score("", "Oslo") == {"reward": 0.0, "em": 0.0, "f1": 0.0, "format": 0.0}
+
+
+def test_a_reply_that_was_cut_keeps_its_answer() -> None:
+    assert score("<answer>University of Glasgow", "University of Glasgow")["f1"] == 1.0
+
+
+def test_the_constant_baseline_is_the_best_answer() -> None:
+    tasks = [
+        {"answer": "Oslo", "answer_aliases": []},
+        {"answer": "Oslo", "answer_aliases": []},
+        {"answer": "Rome", "answer_aliases": ["Oslo city"]},
+    ]
+    # "Oslo" is right twice, and has F1 2 * 1 / (1 + 2) with the alias.
+    assert baselines(tasks) == {"constant": pytest.approx(0.1 + 0.9 * (1 + 1 + 2 / 3) / 3)}
+    assert baselines([]) == {"constant": 0.0}

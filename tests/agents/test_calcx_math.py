@@ -24,6 +24,8 @@ TASK = {
     '24 clips.\n<gadget id="calculator">48 + 24</gadget>\n<output>72</output>\n72 in all.\n\n'
     "<result>72</result>",
 }
+RIGHT = {"reward": 1.0, "result_accuracy": 1.0}
+WRONG = {"reward": 0.0, "result_accuracy": 0.0}
 FIRST = [
     {
         "role": "system",
@@ -55,7 +57,7 @@ def compute(expression: str) -> dict[str, Any]:
 
 async def test_a_solution_in_two_calculations() -> None:
     async with serving([compute("48/2"), compute("48 + 24"), "The answer is 72."]) as server:
-        assert await calcx_math.run(TASK, server) == 1.0
+        assert await calcx_math.run(TASK, server) == RIGHT
     assert server.agents == ["solver"] * 3
     assert server.bodies[0]["messages"] == FIRST
     assert server.bodies[0]["tools"] == [TOOL]
@@ -70,7 +72,7 @@ async def test_a_solution_in_two_calculations() -> None:
 async def test_a_wrong_answer_and_none_at_all() -> None:
     for reply in ("The answer is 71.", "I do not know.", ""):
         async with serving([reply]) as server:
-            assert await calcx_math.run(TASK, server) == 0.0
+            assert await calcx_math.run(TASK, server) == WRONG
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ async def test_a_wrong_answer_and_none_at_all() -> None:
 )
 async def test_the_model_sees_the_error_of_a_bad_call(call: dict[str, Any], hint: str) -> None:
     async with serving([call, "The answer is 72."]) as server:
-        assert await calcx_math.run(TASK, server) == 1.0
+        assert await calcx_math.run(TASK, server) == RIGHT
     content = server.bodies[1]["messages"][-1]["content"]
     assert hint in content
     assert len(content) < 250
@@ -103,13 +105,13 @@ async def test_words_beside_a_call_come_back_with_it() -> None:
 
 async def test_an_agent_that_never_answers_ends() -> None:
     async with serving([compute("1 + 1")] * (calcx_math.MAX_CALLS + 1)) as server:
-        assert await calcx_math.run(TASK | {"result": "2"}, server) == 0.0
+        assert await calcx_math.run(TASK | {"result": "2"}, server) == WRONG
     assert len(server.bodies) == calcx_math.MAX_CALLS
 
 
 async def test_without_the_tool() -> None:
     async with serving(["48/2 = 24\n48 + 24 = 72\nThe answer is 72."]) as server:
-        assert await calcx_math.run_without_tool(TASK, server) == 1.0
+        assert await calcx_math.run_without_tool(TASK, server) == RIGHT
     assert "tools" not in server.bodies[0]
     assert server.bodies[0]["messages"][0]["content"].startswith("Solve the problem. End with")
 

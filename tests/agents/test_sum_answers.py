@@ -1,7 +1,7 @@
 """Tests of which replies have the right form, and of their rewards."""
 
 import pytest
-from sum_answers import answer_of, reward
+from sum_answers import answer_of, baselines, reward
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,10 @@ def test_the_form_alone_earns_a_little() -> None:
     task = {"question": "What is 17 + 25?", "answer": 42}
     rewards = [reward(task, reply) for reply in ("Answer: 42", "Answer: 41", "42")]
     assert rewards == [1.0, 0.1, 0.0]
+
+
+def test_the_constant_baseline_is_the_most_frequent_sum() -> None:
+    assert baselines([{"answer": 4}, {"answer": 4}, {"answer": 5}]) == {
+        "constant": pytest.approx((1 + 1 + 0.1) / 3)
+    }
+    assert baselines([]) == {"constant": 0.0}

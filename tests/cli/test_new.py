@@ -8,8 +8,10 @@ import pytest
 
 from lightning_jax.cli.main import main
 from lightning_jax.cli.new import NEEDED, STARTER, TEMPLATES
+from lightning_jax.settings import load_config
 from lightning_jax.testing.tiny import TINY_RUN
 from lightning_jax.traces.store import Store
+from lightning_jax.train.config import Config
 
 # `tiny` reads bytes, so that a prompt with a tool is long.
 SETTINGS = TINY_RUN | {
@@ -53,6 +55,12 @@ def test_each_template_has_a_folder_and_a_line(capsys: pytest.CaptureFixture[str
     assert all(
         len((STARTER / name / "agent.py").read_text().splitlines()) <= 40 for name in folders
     )
+
+
+def test_partial_rewards_of_templates_stay_small() -> None:
+    for name in TEMPLATES:
+        config = load_config(Config, [str(STARTER / name / "config.yaml")])
+        assert config.algorithm.normalize == "batch_std", name
 
 
 def test_missing_packages_of_a_template_are_named(

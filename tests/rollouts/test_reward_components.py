@@ -49,6 +49,8 @@ def test_a_transcript_has_what_each_call_adds() -> None:
     assert [message["role"] for message in attempt.transcript] == ["user", "assistant"] * 3
     assert (attempt.response, attempt.reward, attempt.metrics) == ("three", 0.5, {"f1": 0.25})
     assert attempt_of(ROLLOUT, [], _decode).response == ""
+    empty = _call("d", "askonethentwo and", " ", 4)  # a response without a text is the last one
+    assert attempt_of(ROLLOUT, [*spans[:2], empty], _decode).response == ""
 
 
 def test_the_reward_is_the_weighted_sum_and_held_out_components_count_nothing() -> None:

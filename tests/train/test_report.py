@@ -47,6 +47,25 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
     assert len(result_table(rows).splitlines()) == 4
 
 
+def test_the_last_baselines_follow_the_evaluations() -> None:
+    row = {"eval/reward_mean": 0.25, "eval/reward_stderr": 0.125, "eval/num_tasks": 12.0}
+    row |= {f"{name}/source=svamp": value for name, value in row.items()}
+    first = {"step": 0, **row, "eval/baseline_constant": 0.5}
+    last = {
+        "step": 2,
+        **row,
+        "eval/baseline_constant": 0.125,
+        "eval/baseline_sum": 0.0625,
+        "eval/baseline_sum/source=svamp": 0.1875,
+    }
+    lines = result_table([first, last, {"step": 3}], "source").splitlines()
+    assert [re.findall(r"constant|sum|svamp|\d\.\d+", line) for line in lines[-2:]] == [
+        ["constant", "0.125", "sum", "0.062"],
+        ["svamp", "sum", "0.188"],
+    ]
+    assert len(lines) == 1 + 2 * 2 + 2
+
+
 def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
     store = Store(tmp_path / "store.sqlite")
     ends: list[tuple[RolloutStatus, str | None]] = [
