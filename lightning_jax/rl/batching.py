@@ -70,6 +70,7 @@ def make_sequences(
                     temperature=transition.temperature,
                     rollout=index,
                     group=group,
+                    sampling_logprobs=transition.sampling_logprobs,
                 )
             )
     return sequences

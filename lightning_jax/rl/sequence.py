@@ -50,7 +50,10 @@ class TrainingSequence:
     teacher_logprobs: tuple[float, ...] = ()  # of the response, by the teacher; (): not scored yet
     teacher_prompt_ids: tuple[int, ...] = ()  # prompt that the teacher reads; (): the policy's
 
+    # Of the response, in the distribution that was sampled. (): not known.
+    sampling_logprobs: tuple[float, ...] = ()
+
     def __post_init__(self) -> None:
         fill_default(self, "loss_mask", True, like="response_token_ids")
-        scored = ("teacher_logprobs",) if self.teacher_logprobs else ()
-        check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask", *scored)
+        known = [name for name in ("teacher_logprobs", "sampling_logprobs") if getattr(self, name)]
+        check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask", *known)

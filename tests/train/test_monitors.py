@@ -82,6 +82,7 @@ LEARNS = {
     "rollout/num_scored": 8.0,
     "train/equal_groups_share": 0.4,
     "rollout/cut_short_share": 0.1,
+    "train/adjusted_share": 0.04,
 }
 
 
@@ -100,6 +101,7 @@ def test_a_step_that_learns_has_no_findings() -> None:
         ({"train/equal_groups_share": 0.6}, "equal_groups", 0.6),
         ({"train/failures_gain_share": 0.25}, "failures_gain", 0.25),
         ({"rollout/cut_short_share": 0.75}, "cut_short", 0.75),
+        ({"train/adjusted_share": 0.37}, "adjusted", 0.37),
         ({"rollout/num_calls": 8.0, "train/without_teacher": 4.0}, "without_teacher", 0.5),
     ],
 )
