@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.batch import Batch, DistinctTargets, StateBatch, TeacherBatch
 from lightning_jax.rl.config import BatchConfig
+from lightning_jax.rl.masks import empty_masks, enter_masks, table_shape
 from lightning_jax.rl.packing import Path, PathForest, Row, common_prefix, pack_rows
 from lightning_jax.rl.sequence import StateValues, TrainingSequence
 from lightning_jax.rl.token_weights import token_weights, weigh_states
@@ -71,6 +72,7 @@ def make_sequences(
                     rollout=index,
                     group=group,
                     sampling_logprobs=transition.sampling_logprobs,
+                    grammar=transition.grammar,
                 )
             )
     return sequences
@@ -122,7 +124,10 @@ def make_batches(
     has_adapters = any(sequence.adapter is not None for sequence in sequences)
     is_tempered = any(sequence.temperature != 1.0 for sequence in sequences)
     is_taught = any(sequence.teacher_logprobs for sequence in sequences)
-    empty = functools.partial(_empty_row, config, has_states, has_adapters, is_tempered, is_taught)
+    table = table_shape([kept[i][1] for i in row.members] for row in rows)
+    empty = functools.partial(
+        _empty_row, config, has_states, has_adapters, is_tempered, is_taught, table
+    )
     filled = [_fill_row(empty(), row, kept, paths) for row in rows]
     # Sorting puts rows with similar numbers of pairs together, so their empty head chunks coincide.
     filled.sort(key=_num_distinct, reverse=True)
@@ -196,6 +201,7 @@ def _fill_row(
     if out.adapters is not None:
         out.adapters[...] = sequences[row.members[0]][1].adapter or 0
     start, temperatures = 0, np.ones(out.target_ids.shape)
+    masks, known = np.zeros(out.target_ids.shape, np.int32), {}
     for i, path_nodes in zip(row.members, nodes, strict=True):
         call, sequence = sequences[i]
         trained = np.flatnonzero(sequence.loss_mask)
@@ -210,6 +216,8 @@ def _fill_row(
         out.advantages[where] = sequence.advantage
         out.weights[where] = sequence.weight
         temperatures[where] = sequence.temperature
+        if sequence.masks:
+            masks[where] = enter_masks(out.distinct.masks, known, sequence)
         if sequence.states is not None:
             at = slice(start, start + len(sequence.states.positions))
             out.states.nodes[at] = path_nodes[first + np.asarray(sequence.states.positions)]
@@ -220,12 +228,15 @@ def _fill_row(
             out.teacher.logprobs[where] = np.asarray(sequence.teacher_logprobs)[trained]
             out.teacher.coefs[where] = sequence.teacher_coef
         start += len(trained)
-    pairs = np.stack([out.target_nodes[:start], out.target_ids[:start], temperatures[:start]])
+    columns = (out.target_nodes, out.target_ids, temperatures, masks)
+    pairs = np.stack([column[:start] for column in columns])
     distinct, target_indices = np.unique(pairs, axis=1, return_inverse=True)
     found = slice(distinct.shape[1])
     out.distinct.nodes[found], out.distinct.ids[found] = distinct[:2]
     if out.distinct.temperatures is not None:
         out.distinct.temperatures[found] = distinct[2]
+    if out.distinct.masks is not None:
+        out.distinct.masks.of_pairs[found] = distinct[3]
     out.distinct.of_targets[:start] = target_indices.ravel()
     return out
 
@@ -235,7 +246,12 @@ def _num_distinct(row: Batch) -> int:
 
 
 def _empty_row(
-    config: BatchConfig, has_states: bool, has_adapters: bool, is_tempered: bool, is_taught: bool
+    config: BatchConfig,
+    has_states: bool,
+    has_adapters: bool,
+    is_tempered: bool,
+    is_taught: bool,
+    table: tuple[int, int] | None,
 ) -> Batch:
     """Build a row that is all padding, with each node a tree of its own."""
 
@@ -263,6 +279,7 @@ def _empty_row(
             ids=ints() - 1,
             of_targets=ints(),
             temperatures=floats() + 1 if is_tempered else None,
+            masks=empty_masks(table, config.max_targets),
         ),
         teacher=TeacherBatch(floats(), floats()) if is_taught else None,
     )

@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from lightning_jax.engine.sampling import unpack_mask
 from lightning_jax.models.matmul import product
 from lightning_jax.models.mesh_axes import MESH_AXES
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params, forward, unembed
@@ -29,9 +30,9 @@ def response_logprobs(
 
     Both are 0 where masked. The entropy has a gradient only with `entropy_gradient`, to save its
     cost. The LM head runs only on nodes that predict a target, once for all targets that are the
-    same token. `batch.distinct` lists these, with any temperatures. The head takes `head_chunk` of
-    a row at a time and skips chunks of padding. Logits of [R, V] are never allocated at once, not
-    even in the backward pass.
+    same token. `batch.distinct` lists these, with any temperatures and masks. The head takes
+    `head_chunk` of a row at a time and skips chunks of padding. Logits of [R, V] are never
+    allocated at once, not even in the backward pass.
     """
     nodes = read_nodes(params, config, batch, remat=remat, gather=gather)
     return node_logprobs(
@@ -90,12 +91,15 @@ def node_logprobs(
     # Several targets may read one node. Their gradients are summed in float32.
     hidden = _take(nodes.astype(jnp.float32), indices[:, :, None]).astype(nodes.dtype)
     temperatures = None if distinct is None else distinct.temperatures
+    masks = None if distinct is None else distinct.masks
+    table, of_pairs = (None, None) if masks is None else (masks.table, masks.of_pairs)
     head = _Head(config, entropy_gradient)
-    if temperatures is not None:
-        temperatures = _split(temperatures, head_chunk)
-    hidden, ids, mask = (_split(array, head_chunk) for array in (hidden, ids, mask))
-    wanted = mask.any(axis=(1, 2))
-    read: Any = _read_chunks(head, params, wanted, hidden, ids, mask, temperatures)
+    chunks = jax.tree.map(
+        lambda array: _split(array, head_chunk),
+        (hidden, _Targets(ids, mask, temperatures, of_pairs)),
+    )
+    wanted = chunks[1].mask.any(axis=(1, 2))
+    read: Any = _read_chunks(head, params, table, wanted, *chunks)
     logprobs, entropy = _join(read[0]), _join(read[1])
     if distinct is None:
         return logprobs, entropy
@@ -107,6 +111,25 @@ def node_logprobs(
 def _take(values: Any, indices: Any) -> Any:
     """Return the values at these indices of each row. The indices must be in bounds."""
     return jnp.take_along_axis(values, indices, axis=1, mode="promise_in_bounds")
+
+
+class _Targets(NamedTuple):
+    """Targets of a chunk [B size], or of all chunks [N B size]."""
+
+    ids: Any
+    mask: Any
+    temperatures: Any  # None: all are 1
+    of_pairs: Any  # index of each target's mask in the row's table; None: no masks
+
+
+FORBIDDEN = -1e30  # logit of a token that a grammar forbids; finite, so that 0 times it is 0
+
+
+def _masked(logits: Any, table: Any, of_pairs: Any) -> Any:
+    """Return the logits [B size V] with those of forbidden tokens replaced."""
+    packed = _take(table, of_pairs[:, :, None])
+    allowed = unpack_mask(packed.reshape(-1, packed.shape[-1]), logits.shape[-1])
+    return jnp.where(allowed.reshape(logits.shape), logits, FORBIDDEN)
 
 
 @dataclass(frozen=True)
@@ -121,15 +144,19 @@ class _Head:
         """False with adapters, which leave the head unchanged."""
         return self.config.lora is None
 
-    def read(self, params: Params, hidden: Any, *targets: Any) -> tuple[Any, Any]:
+    def read(self, params: Params, table: Any, hidden: Any, targets: _Targets) -> tuple[Any, Any]:
         """Return (log-probability, entropy) of each target of a chunk."""
-        return self.read_logits(unembed(params, self.config, hidden), *targets)
+        return self.read_logits(unembed(params, self.config, hidden), table, targets)
 
-    def read_logits(self, logits: Any, ids: Any, mask: Any, temperatures: Any) -> tuple[Any, Any]:
-        """Return the same as `read`, from float32 logits, divided by any temperatures."""
-        if temperatures is not None:
-            logits = logits / temperatures[:, :, None]
-        return _token_logprobs(logits, ids, mask, entropy_gradient=self.entropy_gradient)
+    def read_logits(self, logits: Any, table: Any, targets: _Targets) -> tuple[Any, Any]:
+        """Return the same as `read`, from float32 logits, with any temperatures and masks."""
+        if targets.temperatures is not None:
+            logits = logits / targets.temperatures[:, :, None]
+        if targets.of_pairs is not None:
+            logits = _masked(logits, table, targets.of_pairs)
+        return _token_logprobs(
+            logits, targets.ids, targets.mask, entropy_gradient=self.entropy_gradient
+        )
 
     def kernel_grads(self, params: Params, hidden: Any, logit_grads: Any) -> Params:
         """Return what a chunk adds to the gradient of the weights, in float32.
@@ -150,21 +177,25 @@ class _Head:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _read_chunks(
-    head: _Head, params: Params, wanted: Any, hidden: Any, ids: Any, mask: Any, temperatures: Any
+    head: _Head, params: Params, table: Any, wanted: Any, hidden: Any, targets: _Targets
 ) -> tuple[Any, Any]:
-    """Apply `head.read` to each chunk [B size] in turn, with zeros for chunks not `wanted` [N]."""
+    """Apply `head.read` to each chunk [B size] in turn, with zeros for chunks not `wanted` [N].
 
-    def nothing(params: Params, hidden: Any, ids: Any, mask: Any, _: Any) -> tuple[Any, Any]:
-        return jnp.zeros(mask.shape, jnp.float32), jnp.zeros(mask.shape, jnp.float32)
+    `table` has the rows' masks [B M W], or is None.
+    """
 
-    def read(params: Params, *chunks: Any) -> tuple[Any, None]:
+    def nothing(params: Params, table: Any, _: Any, targets: _Targets) -> tuple[Any, Any]:
+        shape = targets.mask.shape
+        return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+
+    def read(params: Params, table: Any, *chunks: Any) -> tuple[Any, None]:
         def one(chunk: Sequence[Any]) -> tuple[Any, Any]:
-            is_wanted, *targets = chunk
-            return jax.lax.cond(is_wanted, head.read, nothing, params, *targets)
+            is_wanted, *inputs = chunk
+            return jax.lax.cond(is_wanted, head.read, nothing, params, table, *inputs)
 
         return jax.lax.map(one, chunks), None
 
-    return _run_on_row_shards(read, params, wanted, hidden, ids, mask, temperatures)[0]
+    return _run_on_row_shards(read, params, table, wanted, hidden, targets)[0]
 
 
 def _read_forward(head: _Head, *inputs: Any) -> tuple[Any, Any]:
@@ -179,17 +210,17 @@ def _read_backward(head: _Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
     head for each chunk, and adds zeros for chunks that are not wanted.
     """
 
-    def pull(params: Params, *chunks: Any) -> tuple[Any, Any]:
+    def pull(params: Params, table: Any, *chunks: Any) -> tuple[Any, Any]:
         trained = params if head.is_trained else {}
 
         def one(added: Params, chunk: Any) -> tuple[Params, Any]:
-            is_wanted, hidden, ids, mask, temperatures, *grads = chunk
+            is_wanted, hidden, targets, *grads = chunk
 
             def logits_of(hidden: Any) -> Any:
                 return unembed(params, head.config, hidden)
 
             def read(logits: Any) -> tuple[Any, Any]:
-                return head.read_logits(logits, ids, mask, temperatures)
+                return head.read_logits(logits, table, targets)
 
             def add(added: Params, hidden: Any) -> tuple[Params, Any]:
                 logits, pull_hidden = jax.vjp(logits_of, hidden)
@@ -207,36 +238,36 @@ def _read_backward(head: _Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
 
         start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
         added, hidden_grads = jax.lax.scan(one, start, chunks)
-        add_up = functools.partial(_add_up, axes=_row_axes(inputs[2]))
+        add_up = functools.partial(_add_up, axes=_row_axes(inputs[3]))
         return hidden_grads, jax.tree.map(add_up, added, trained) or None
 
     hidden_grads, head_grads = _run_on_row_shards(pull, *inputs, *out_grads)
-    return head_grads, None, hidden_grads, None, None, None
+    return head_grads, None, None, hidden_grads, None
 
 
 _read_chunks.defvjp(_read_forward, _read_backward)
 
 
 def _run_on_row_shards(
-    run: Callable[..., tuple[Any, Any]], params: Params, wanted: Any, *chunks: Any
+    run: Callable[..., tuple[Any, Any]], params: Params, table: Any, wanted: Any, *chunks: Any
 ) -> tuple[Any, Any]:
-    """Run `run` on each device's rows of the chunks [N B ...].
+    """Run `run` on each device's rows of the table [B ...] and of the chunks [N B ...].
 
     Returns the rows and a result that is equal on all devices. The compiler still partitions along
     the other mesh axes.
     """
     axes = _row_axes(chunks[0])
     if not axes:
-        return run(params, wanted, *chunks)
+        return run(params, table, wanted, *chunks)
     rows, whole = jax.P(None, axes), jax.P()
     return jax.shard_map(
         run,
         mesh=jax.typeof(chunks[0]).sharding.mesh,
         axis_names=set(axes),
-        in_specs=(whole, whole, *[rows] * len(chunks)),
+        in_specs=(whole, jax.P(axes), whole, *[rows] * len(chunks)),
         out_specs=(rows, whole),
         check_vma=False,
-    )(params, wanted, *chunks)
+    )(params, table, wanted, *chunks)
 
 
 def _add_up(grad: Any, leaf: Any, axes: tuple[str, ...]) -> Any:

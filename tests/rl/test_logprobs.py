@@ -11,7 +11,7 @@ import pytest
 
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.transformer import unembed
-from lightning_jax.rl.batch import Batch, DistinctTargets
+from lightning_jax.rl.batch import Batch, DistinctTargets, MaskBatch
 from lightning_jax.rl.logprobs import head_params, node_logprobs
 from lightning_jax.testing.tiny import tiny_model
 
@@ -44,11 +44,18 @@ def in_chunks(params: Any, nodes: Any, config: Any, batch: Batch = BATCH) -> Any
 
 
 def at_once(
-    params: Any, nodes: Any, config: Any, batch: Batch = BATCH, temperatures: Any = 1.0
+    params: Any,
+    nodes: Any,
+    config: Any,
+    batch: Batch = BATCH,
+    temperatures: Any = 1.0,
+    allowed: Any = None,
 ) -> Any:
     hidden = jnp.take_along_axis(nodes, batch.target_nodes[:, :, None], axis=1)
     logits = unembed(params, config, hidden) / temperatures
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = jax.nn.log_softmax(logits, axis=-1, where=allowed)
+    if allowed is not None:
+        logprobs = jnp.where(allowed, logprobs, -1e9)
     chosen = jnp.take_along_axis(logprobs, batch.target_ids[:, :, None], axis=-1)[:, :, 0]
     entropy = -(jnp.exp(logprobs) * logprobs).sum(axis=-1)
     return jnp.where(batch.target_mask, chosen, 0.0), jnp.where(batch.target_mask, entropy, 0.0)
@@ -134,6 +141,36 @@ def test_logits_are_divided_by_the_temperature_that_a_pair_was_sampled_at() -> N
     of_targets = jnp.take_along_axis(temperatures, once.distinct.of_targets, axis=1)
     whole = functools.partial(at_once, batch=naive, temperatures=of_targets[:, :, None])
     chunks = functools.partial(in_chunks, batch=dataclasses.replace(once, distinct=tempered))
+    head = head_params(MODEL.params, None)
+    ours, theirs = (
+        value_and_grads(function, head, NODE_STATES, TIED) for function in (chunks, whole)
+    )
+    for got, want in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_forbidden_tokens_have_no_mass_and_no_gradient() -> None:
+    """Each pair has its own mask, of which the first row's third allows everything."""
+    naive, once = alike()
+    rng = np.random.default_rng(3)
+    allowed = rng.random((ROWS, 3, 8 * 33)) < 0.3
+    allowed[0, 2] = True
+    ids = np.asarray(once.distinct.ids)[:, :3]
+    np.put_along_axis(allowed[0], ids[0, :, None], True, axis=1)
+    allowed[1, :, 4] = True
+    of_pairs = jnp.asarray([[0, 1, 2] + [0] * 9, [0, 1] + [0] * 10])
+    table = jnp.asarray(np.packbits(allowed, axis=-1, bitorder="little"))
+    temperatures = jnp.asarray([[0.5, 2.0, 0.7] + [1.0] * 9, [1.3, 1.0] + [1.0] * 10])
+    distinct = dataclasses.replace(
+        once.distinct, masks=MaskBatch(table, of_pairs), temperatures=temperatures
+    )
+    masks, divisors = (
+        jnp.take_along_axis(array, once.distinct.of_targets[:, :, None], axis=1)
+        for array in (jnp.asarray(allowed[:, :, :259])[jnp.asarray([[0], [1]]), of_pairs],
+                      temperatures[:, :, None])
+    )  # fmt: skip
+    whole = functools.partial(at_once, batch=naive, temperatures=divisors, allowed=masks)
+    chunks = functools.partial(in_chunks, batch=dataclasses.replace(once, distinct=distinct))
     head = head_params(MODEL.params, None)
     ours, theirs = (
         value_and_grads(function, head, NODE_STATES, TIED) for function in (chunks, whole)
