@@ -124,7 +124,7 @@ def make_batches(
     has_adapters = any(sequence.adapter is not None for sequence in sequences)
     is_tempered = any(sequence.temperature != 1.0 for sequence in sequences)
     is_taught = any(sequence.teacher_logprobs for sequence in sequences)
-    table = table_shape([kept[i][1] for i in row.members] for row in rows)
+    table = table_shape(([kept[i][1] for i in row.members] for row in rows), config.max_targets)
     empty = functools.partial(
         _empty_row, config, has_states, has_adapters, is_tempered, is_taught, table
     )

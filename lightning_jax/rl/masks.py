@@ -108,7 +108,9 @@ def _log_kept(sequence: TrainingSequence) -> np.ndarray:
     return gaps[np.asarray(sequence.loss_mask, bool)]
 
 
-def table_shape(rows: Iterable[Iterable[TrainingSequence]]) -> tuple[int, int] | None:
+def table_shape(
+    rows: Iterable[Iterable[TrainingSequence]], max_targets: int
+) -> tuple[int, int] | None:
     """Return (masks, bytes of a mask) of a table for the sequences of any row, or None."""
     most, num_bytes = 0, 0
     for row in rows:
@@ -120,7 +122,7 @@ def table_shape(rows: Iterable[Iterable[TrainingSequence]]) -> tuple[int, int] |
     size = SMALLEST_TABLE
     while size < most + 1:  # the first mask of a table allows everything
         size *= GROWTH
-    return size, num_bytes
+    return min(size, max(max_targets + 1, SMALLEST_TABLE)), num_bytes
 
 
 def empty_masks(shape: tuple[int, int] | None, num_pairs: int) -> MaskBatch | None:
