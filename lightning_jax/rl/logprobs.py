@@ -126,10 +126,15 @@ FORBIDDEN = -1e30  # logit of a token that a grammar forbids; finite, so that 0 
 
 
 def _masked(logits: Any, table: Any, of_pairs: Any) -> Any:
-    """Return the logits [B size V] with those of forbidden tokens replaced."""
-    packed = _take(table, of_pairs[:, :, None])
+    """Return the logits [B size V] with those of forbidden tokens replaced.
+
+    A teacher's vocabulary may be larger than that of the table. The rest is forbidden.
+    """
+    num_missing = max(0, -(-logits.shape[-1] // 8) - table.shape[-1])
+    packed = jnp.pad(_take(table, of_pairs[:, :, None]), ((0, 0), (0, 0), (0, num_missing)))
     allowed = unpack_mask(packed.reshape(-1, packed.shape[-1]), logits.shape[-1])
-    return jnp.where(allowed.reshape(logits.shape), logits, FORBIDDEN)
+    allowed = allowed.reshape(logits.shape) | (of_pairs == 0)[:, :, None]
+    return jnp.where(allowed, logits, FORBIDDEN)
 
 
 @dataclass(frozen=True)
