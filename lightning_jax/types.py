@@ -67,13 +67,16 @@ class Transition:
     agent: str = ""  # name of the calling sub-agent, if known
     policy: str = "policy"  # requested model name
     reward: float = 0.0  # reward of this call alone, in addition to the rollout's reward
-    forced: tuple[bool, ...] = ()  # True if a grammar allowed only this token
+    forced: tuple[bool, ...] = ()  # True if a grammar left no choice, or hardly any
     role: str = ""  # name in the config's `roles`, or "" if none matches
     trains: bool = True  # False: the call is part of the environment
     answered_by: str = ""  # policy that sampled it; "": the only policy, or none
     temperature: float = 1.0
     tempered_logprobs: tuple[float, ...] = ()
     max_tokens: int | None = None  # limit of the response; None: not recorded
+    # Mask of the response, in llguidance's format, if nothing else but the temperature parted its
+    # samples from the policy. None: no grammar, or not recorded.
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         fill_default(self, "forced", False, like="response_token_ids")

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.grammar_child import FAILED, FORCED, LENGTH
 from lightning_jax.engine.grammar_process import (
     GrammarError,
@@ -81,10 +82,11 @@ class GrammarCompiler:
         self.counts: Counter[str] = Counter()  # by "accepted" or the reason of a rejection
 
     @classmethod
-    def shared(
-        cls, tokenizer: Tokenizer, vocab_size: int, limits: GrammarLimits
-    ) -> "GrammarCompiler":
-        """Return the compiler for this tokenizer. Engines with the same tokenizer share it."""
+    def shared(cls, tokenizer: Tokenizer, vocab_size: int, serve: ServeConfig) -> "GrammarCompiler":
+        """Return the compiler for this tokenizer. Engines with it and the trainer share it."""
+        limits = GrammarLimits(
+            serve.grammar_timeout_s, serve.grammar_memory_mib, serve.max_grammar_kib
+        )
         key = (id(tokenizer), vocab_size, limits)
         with _SHARED_LOCK:
             compiler = _SHARED.get(key)

@@ -4,7 +4,7 @@ No JAX, no threads. Biases and penalties are summed on the host. Masks stay pack
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Float32
@@ -26,6 +26,20 @@ def moves_logits(sampling: SamplingParams) -> bool:
         or sampling.presence_penalty
         or sampling.frequency_penalty
         or sampling.grammar is not None
+    )
+
+
+def only_masks(sampling: SamplingParams) -> bool:
+    """Return True if a grammar is all that parts the samples from the policy, at its temperature.
+
+    Greedy responses are samples of nothing.
+    """
+    has_filter = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+    is_free = replace(sampling, grammar=None)
+    return bool(
+        sampling.grammar is not None
+        and sampling.temperature > 0.0
+        and not (has_filter or moves_logits(is_free))
     )
 
 

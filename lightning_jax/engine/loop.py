@@ -17,7 +17,6 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.decode import Request
 from lightning_jax.engine.generation import EngineError, Generation, deliver
 from lightning_jax.engine.grammar import GrammarCompiler
-from lightning_jax.engine.grammar_process import GrammarLimits
 from lightning_jax.engine.logits import LogitAdjuster, moves_logits
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.time_limit import TimeLimit
@@ -60,10 +59,7 @@ class EngineLoop(SlotLoop[Request]):
         serve: ServeConfig,
     ) -> None:
         super().__init__(programs, tokenizer, serve)
-        limits = GrammarLimits(
-            serve.grammar_timeout_s, serve.grammar_memory_mib, serve.max_grammar_kib
-        )
-        self._grammars = GrammarCompiler.shared(tokenizer, programs.config.vocab_size, limits)
+        self._grammars = GrammarCompiler.shared(tokenizer, programs.config.vocab_size, serve)
         served = programs.put_on_mesh(params)
         self._base = frozen_part(served)  # None: each update replaces all weights
         self._batcher = Batcher(programs, served, version, self._grammars)

@@ -14,7 +14,7 @@ from lightning_jax.engine.generation import (
 )
 from lightning_jax.engine.grammar import GrammarError
 from lightning_jax.engine.grammar_process import GrammarProcessLost
-from lightning_jax.engine.logits import moves_logits
+from lightning_jax.engine.logits import moves_logits, only_masks
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.grammar import guarantees_call
@@ -187,6 +187,7 @@ def _response_attributes(choice: Choice, completion: Completion) -> dict[str, An
     return {
         attributes.FORCED: completion.forced if any(completion.forced) else None,
         attributes.LATE: completion.is_late or None,
+        attributes.GRAMMAR: choice.sampling.grammar if only_masks(choice.sampling) else None,
         attributes.TEMPERED_LOGPROBS: completion.tempered_logprobs if is_tempered else None,
         attributes.RESPONSE_FINISH_REASONS: (completion.finish_reason,),
         attributes.USAGE_OUTPUT_TOKENS: len(completion.token_ids),

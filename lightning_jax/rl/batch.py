@@ -42,6 +42,15 @@ class TeacherBatch:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class MaskBatch:
+    """Tokens that grammars allowed at a row's pairs. Pairs with different masks are distinct."""
+
+    table: Leaf  # uint8 [B, M, V/8], masks of the row, 8 tokens a byte, lowest bit first
+    of_pairs: Leaf  # int32 [B, R], index of each pair's mask; 0 allows everything
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DistinctTargets:
     """Distinct (node, token) pairs among a row's targets, for which the LM head is evaluated.
 
@@ -55,6 +64,7 @@ class DistinctTargets:
     # float32 [B, R], divisor of a pair's logits. Pairs with different divisors are distinct.
     # None: all are 1.
     temperatures: Leaf = None
+    masks: Leaf = None  # MaskBatch of the pairs; None: no grammar masked a target
 
 
 @jax.tree_util.register_dataclass

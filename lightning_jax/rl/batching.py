@@ -12,6 +12,7 @@ import numpy as np
 from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.config import BatchConfig
+from lightning_jax.rl.masks import table_shape
 from lightning_jax.rl.packing import Path, PathForest, Row, pack_rows
 from lightning_jax.rl.rows import Contents, empty_row, fill_row
 from lightning_jax.rl.sequence import StateValues, TrainingSequence
@@ -69,6 +70,8 @@ def make_sequences(
                     temperature=transition.temperature,
                     rollout=index,
                     group=group,
+                    sampling_logprobs=transition.sampling_logprobs,
+                    grammar=transition.grammar,
                 )
             )
     return sequences
@@ -116,7 +119,8 @@ def make_batches(
     kept.sort(key=lambda pair: (pair[1].adapter or 0, _read_ids(pair[1])))
     paths = [np.asarray(_read_ids(sequence), np.int32) for _, sequence in kept]
     rows = _pack(paths, [sequence for _, sequence in kept], config)
-    contents = Contents.of(sequences)
+    table = table_shape(([kept[i][1] for i in row.members] for row in rows), config.max_targets)
+    contents = Contents.of(sequences, table)
     filled = [fill_row(empty_row(config, contents), row, kept, paths) for row in rows]
     # Sorting puts rows with similar numbers of pairs together, so their empty head chunks coincide.
     filled.sort(key=_num_distinct, reverse=True)

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.grammar import GrammarCompiler
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.sharding import make_mesh, num_row_shards
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.gae import CallValues
+from lightning_jax.rl.masks import with_masks
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.updater import make_updater
 from lightning_jax.types import Metrics, Trajectory
@@ -51,6 +54,9 @@ class Learner:
             remat=remat,
             seed=seed,
         )
+        self._grammars = GrammarCompiler.shared(
+            model.tokenizer, model.config.vocab_size, ServeConfig()
+        )
         self._shell = replace(model, params={})
         self.state = self.updater.init(jax.tree.map(np.array, model.params))
         copied = jax.tree.map(jnp.copy, self.state.params) if algorithm.has_reference else None
@@ -85,5 +91,6 @@ class Learner:
         Blocks while it compiles, at first, and computes. While agents run on the same event loop,
         call it as `await asyncio.to_thread(learner.update, sequences)`.
         """
+        sequences, of_masks = with_masks(sequences, self._grammars)
         self.state, metrics = self.updater.update(self.state, sequences, self.reference)
-        return metrics
+        return metrics | of_masks

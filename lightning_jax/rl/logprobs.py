@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from lightning_jax.engine.sampling import unpack_mask
 from lightning_jax.models.matmul import product
 from lightning_jax.models.mesh_axes import MESH_AXES
 from lightning_jax.models.transformer import DecoderConfig, Gather, Params, forward, unembed
@@ -40,9 +41,9 @@ def response_logprobs(
 
     Both are 0 where masked. The entropy has a gradient only with `entropy_gradient`, to save its
     cost. The LM head runs only on nodes that predict a target, once for all targets that are the
-    same token. `batch.distinct` lists these, with any temperatures. The head takes `head_chunk` of
-    a row at a time and skips chunks of padding. Logits of [R, V] are never allocated at once, not
-    even in the backward pass.
+    same token. `batch.distinct` lists these, with any temperatures and masks. The head takes
+    `head_chunk` of a row at a time and skips chunks of padding. Logits of [R, V] are never
+    allocated at once, not even in the backward pass.
     """
     nodes = read_nodes(params, config, batch, remat=remat, gather=gather)
     scores = score_nodes(
@@ -97,19 +98,25 @@ class Head:
         """False with adapters, which leave the head unchanged."""
         return self.config.lora is None
 
-    def read(self, params: Params, hidden: Any, targets: "_Targets") -> TargetScores:
+    def read(self, params: Params, table: Any, hidden: Any, targets: "_Targets") -> TargetScores:
         """Return the scores of a chunk's targets."""
-        return self.read_logits(unembed(params, self.config, hidden), targets)
+        return self.read_logits(unembed(params, self.config, hidden), table, targets)
 
-    def read_logits(self, logits: Any, targets: "_Targets") -> TargetScores:
-        """Return the same as `read`, from float32 logits, divided by any temperatures."""
+    def read_logits(self, logits: Any, table: Any, targets: "_Targets") -> TargetScores:
+        """Return the same as `read`, from float32 logits, with any temperatures and masks."""
         if targets.temperatures is not None:
             logits = logits / targets.temperatures[:, :, None]
+        if targets.of_pairs is not None:
+            logits = _masked(logits, table, targets.of_pairs)
         total = jax.nn.logsumexp(logits, axis=-1)
         scores = TargetScores(*_token_logprobs(logits, total, targets, self.entropy_gradient))
         if targets.top is not None:
-            found = jnp.take_along_axis(logits, targets.top.ids, axis=-1) - total[:, :, None]
-            kl = kl_to_top(found, targets.top.logprobs, targets.top.kl)
+            found = jnp.take_along_axis(logits, targets.top.ids, axis=-1)
+            named = targets.top.logprobs
+            if targets.of_pairs is not None:  # a teacher that knows no mask may name others
+                named = jnp.where(found > FORBIDDEN, named, NO_TOKEN)
+                found = jnp.maximum(found, total[:, :, None] + NO_TOKEN)
+            kl = kl_to_top(found - total[:, :, None], named, targets.top.kl)
             scores = scores._replace(teacher_kl=jnp.where(targets.mask, kl, 0.0))
         if self.top_k:
             ids, best = self._likeliest(logits)
@@ -149,24 +156,24 @@ def score_nodes(
 
     `params` are those of the head.
     """
-    distinct = batch.distinct
+    distinct, table, top = batch.distinct, None, None
+    if batch.teacher is not None:
+        top = batch.teacher.top
     if distinct is None:
-        indices, ids, mask, temperatures = (
-            batch.target_nodes,
-            batch.target_ids,
-            batch.target_mask,
-            None,
-        )
+        indices = batch.target_nodes
+        targets = _Targets(batch.target_ids, batch.target_mask, None, None, top)
     else:
-        indices, ids, temperatures = distinct.nodes, distinct.ids, distinct.temperatures
-        mask = ids >= 0
+        indices, of_pairs = distinct.nodes, None
+        if distinct.masks is not None:
+            table, of_pairs = distinct.masks.table, distinct.masks.of_pairs
+        is_pair = distinct.ids >= 0
+        targets = _Targets(distinct.ids, is_pair, distinct.temperatures, of_pairs, top)
     # Several targets may read one node. Their gradients are summed in float32.
     hidden = _take(nodes.astype(jnp.float32), indices).astype(nodes.dtype)
-    top = None if batch.teacher is None else batch.teacher.top
     split = functools.partial(_split, size=head_chunk)
-    hidden, targets = jax.tree.map(split, (hidden, _Targets(ids, mask, temperatures, top)))
+    hidden, targets = jax.tree.map(split, (hidden, targets))
     wanted = targets.mask.any(axis=(1, 2))
-    read: Any = _read_chunks(head, params, wanted, hidden, targets)
+    read: Any = _read_chunks(head, params, table, wanted, hidden, targets)
     scores = jax.tree.map(_join, read)
     if distinct is None:
         return scores
@@ -194,27 +201,47 @@ class _Targets(NamedTuple):
     ids: Any
     mask: Any
     temperatures: Any  # None: all are 1
+    of_pairs: Any  # index of each target's mask in the row's table; None: no masks
     top: Any  # TopTokens of a teacher; None: there are none
+
+
+FORBIDDEN = -1e30  # logit of a token that a grammar forbids; finite, so that 0 times it is 0
+
+
+def _masked(logits: Any, table: Any, of_pairs: Any) -> Any:
+    """Return the logits [B size V] with those of forbidden tokens replaced.
+
+    A teacher's vocabulary may be larger than that of the table. The rest is forbidden.
+    """
+    num_missing = max(0, -(-logits.shape[-1] // 8) - table.shape[-1])
+    rows = jnp.take_along_axis(table, of_pairs[:, :, None], axis=1, mode="promise_in_bounds")
+    packed = jnp.pad(rows, ((0, 0), (0, 0), (0, num_missing)))
+    allowed = unpack_mask(packed.reshape(-1, packed.shape[-1]), logits.shape[-1])
+    allowed = allowed.reshape(logits.shape) | (of_pairs == 0)[:, :, None]
+    return jnp.where(allowed, logits, FORBIDDEN)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _read_chunks(
-    head: Head, params: Params, wanted: Any, hidden: Any, targets: _Targets
+    head: Head, params: Params, table: Any, wanted: Any, hidden: Any, targets: _Targets
 ) -> TargetScores:
-    """Apply `head.read` to each chunk [B size] in turn, with zeros for chunks not `wanted` [N]."""
+    """Apply `head.read` to each chunk [B size] in turn, with zeros for chunks not `wanted` [N].
+
+    `table` has the rows' masks [B M W], or is None.
+    """
 
     def nothing(*inputs: Any) -> TargetScores:
         shapes = jax.eval_shape(head.read, *inputs)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
-    def read(params: Params, *chunks: Any) -> tuple[Any, None]:
+    def read(params: Params, table: Any, *chunks: Any) -> tuple[Any, None]:
         def one(chunk: Sequence[Any]) -> TargetScores:
-            is_wanted, hidden, targets = chunk
-            return jax.lax.cond(is_wanted, head.read, nothing, params, hidden, targets)
+            is_wanted, *inputs = chunk
+            return jax.lax.cond(is_wanted, head.read, nothing, params, table, *inputs)
 
         return jax.lax.map(one, chunks), None
 
-    return _run_on_row_shards(read, params, wanted, hidden, targets)[0]
+    return _run_on_row_shards(read, params, table, wanted, hidden, targets)[0]
 
 
 def _read_forward(head: Head, *inputs: Any) -> tuple[Any, Any]:
@@ -229,7 +256,7 @@ def _read_backward(head: Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
     head for each chunk, and adds zeros for chunks that are not wanted.
     """
 
-    def pull(params: Params, *chunks: Any) -> tuple[Any, Any]:
+    def pull(params: Params, table: Any, *chunks: Any) -> tuple[Any, Any]:
         trained = params if head.is_trained else {}
 
         def one(added: Params, chunk: Any) -> tuple[Params, Any]:
@@ -239,7 +266,7 @@ def _read_backward(head: Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
                 return unembed(params, head.config, hidden)
 
             def read(logits: Any) -> TargetScores:
-                return head.read_logits(logits, targets)
+                return head.read_logits(logits, table, targets)
 
             def add(added: Params, hidden: Any) -> tuple[Params, Any]:
                 logits, pull_hidden = jax.vjp(logits_of, hidden)
@@ -257,36 +284,36 @@ def _read_backward(head: Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
 
         start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
         added, hidden_grads = jax.lax.scan(one, start, chunks)
-        add_up = functools.partial(_add_up, axes=_row_axes(inputs[2]))
+        add_up = functools.partial(_add_up, axes=_row_axes(inputs[3]))
         return hidden_grads, jax.tree.map(add_up, added, trained) or None
 
     hidden_grads, head_grads = _run_on_row_shards(pull, *inputs, out_grads)
-    return head_grads, None, hidden_grads, None
+    return head_grads, None, None, hidden_grads, None
 
 
 _read_chunks.defvjp(_read_forward, _read_backward)
 
 
 def _run_on_row_shards(
-    run: Callable[..., tuple[Any, Any]], params: Params, wanted: Any, *chunks: Any
+    run: Callable[..., tuple[Any, Any]], params: Params, table: Any, wanted: Any, *chunks: Any
 ) -> tuple[Any, Any]:
-    """Run `run` on each device's rows of the chunks [N B ...].
+    """Run `run` on each device's rows of the table [B ...] and of the chunks [N B ...].
 
     Returns the rows and a result that is equal on all devices. The compiler still partitions along
     the other mesh axes.
     """
     axes = _row_axes(chunks[0])
     if not axes:
-        return run(params, wanted, *chunks)
+        return run(params, table, wanted, *chunks)
     rows, whole = jax.P(None, axes), jax.P()
     return jax.shard_map(
         run,
         mesh=jax.typeof(chunks[0]).sharding.mesh,
         axis_names=set(axes),
-        in_specs=(whole, whole, *[rows] * len(chunks)),
+        in_specs=(whole, jax.P(axes), whole, *[rows] * len(chunks)),
         out_specs=(rows, whole),
         check_vma=False,
-    )(params, wanted, *chunks)
+    )(params, table, wanted, *chunks)
 
 
 def _add_up(grad: Any, leaf: Any, axes: tuple[str, ...]) -> Any:

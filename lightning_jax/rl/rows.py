@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from lightning_jax.rl.batch import Batch, DistinctTargets, StateBatch, TeacherBatch, TopTokens
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.losses.distill import NO_TOKEN
+from lightning_jax.rl.masks import empty_masks, enter_masks
 from lightning_jax.rl.packing import Path, Row, common_prefix
 from lightning_jax.rl.sequence import TrainingSequence
 
@@ -23,9 +24,13 @@ class Contents:
     is_taught: bool
     top_k: int  # tokens that the teacher named at each target; 0: none
     kl: str  # `TopTokens.kl`, the same for all sequences
+    table: tuple[int, int] | None  # shape of a row's masks; None: no sequence has any
 
     @classmethod
-    def of(cls, sequences: Sequence[TrainingSequence]) -> "Contents":
+    def of(
+        cls, sequences: Sequence[TrainingSequence], table: tuple[int, int] | None = None
+    ) -> "Contents":
+        """Return the contents of the sequences. `table` is `masks.table_shape` of their rows."""
         scores = [item.teacher_scores for item in sequences if item.teacher_scores is not None]
         named = [some.top.ids.shape[1] for some in scores if some.top is not None]
         return cls(
@@ -35,6 +40,7 @@ class Contents:
             bool(scores),
             max(named, default=0),
             sequences[0].teacher_kl if sequences else "",
+            table,
         )
 
 
@@ -70,6 +76,7 @@ def empty_row(config: BatchConfig, contents: Contents) -> Batch:
             ids=ints() - 1,
             of_targets=ints(),
             temperatures=floats() + 1 if contents.is_tempered else None,
+            masks=empty_masks(contents.table, config.max_targets),
         ),
         teacher=TeacherBatch(floats(), floats(), top) if contents.is_taught else None,
     )
@@ -113,6 +120,7 @@ def fill_row(
         out.adapters[...] = sequences[row.members[0]][1].adapter or 0
     start, temperatures = 0, np.ones(out.target_ids.shape)
     readers = np.zeros(out.target_ids.shape)  # indices of the prompts that the teacher read
+    masks, known_masks = np.zeros(out.target_ids.shape), dict[bytes, int]()
     prompts: dict[tuple[int, ...], int] = {}
     for i, path_nodes in zip(row.members, nodes, strict=True):
         call, sequence = sequences[i]
@@ -128,6 +136,8 @@ def fill_row(
         out.advantages[where] = sequence.advantage
         out.weights[where] = sequence.weight
         temperatures[where] = sequence.temperature
+        if sequence.masks:
+            masks[where] = enter_masks(out.distinct.masks, known_masks, sequence)
         if sequence.states is not None:
             at = slice(start, start + len(sequence.states.positions))
             out.states.nodes[at] = path_nodes[first + np.asarray(sequence.states.positions)]
@@ -140,7 +150,7 @@ def fill_row(
                 known = prompts.setdefault(sequence.teacher_prompt_ids, len(prompts) + 1)
                 readers[where] = known
         start += len(trained)
-    _fill_distinct(out, start, temperatures, readers)
+    _fill_distinct(out, start, temperatures, masks, readers)
     return out
 
 
@@ -164,14 +174,15 @@ def _fill_distinct(
     out: Batch,
     number: int,
     temperatures: Float[np.ndarray, " R"],
+    masks: Float[np.ndarray, " R"],
     readers: Float[np.ndarray, " R"],
 ) -> None:
     """Write the distinct pairs of a row's first `number` targets.
 
     The teacher's likeliest tokens move from the targets to the pairs. Targets for which the teacher
-    read different prompts share no pair.
+    read different prompts share no pair, nor do those with different masks.
     """
-    keys = (out.target_nodes, out.target_ids, temperatures, readers)
+    keys = (out.target_nodes, out.target_ids, temperatures, masks, readers)
     distinct, first, target_indices = np.unique(
         np.stack([key[:number] for key in keys]), axis=1, return_index=True, return_inverse=True
     )
@@ -179,6 +190,8 @@ def _fill_distinct(
     out.distinct.nodes[found], out.distinct.ids[found] = distinct[:2]
     if out.distinct.temperatures is not None:
         out.distinct.temperatures[found] = distinct[2]
+    if out.distinct.masks is not None:
+        out.distinct.masks.of_pairs[found] = distinct[3]
     out.distinct.of_targets[:number] = target_indices.ravel()
     if out.teacher is not None and out.teacher.top is not None:
         top, rest = out.teacher.top, slice(found.stop, number)

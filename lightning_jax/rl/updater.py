@@ -35,6 +35,7 @@ from lightning_jax.rl.gae import CallValues, state_sequences
 from lightning_jax.rl.kl_costs import charge_later_calls, has_later_calls
 from lightning_jax.rl.losses.objectives import policy_objective, supervised_objective
 from lightning_jax.rl.losses.policy import NUM_TOKENS, is_maximum, tokens_metric
+from lightning_jax.rl.masks import mask_metrics
 from lightning_jax.rl.microbatches import by_sequence, by_target, measure, values_by_call
 from lightning_jax.rl.multi_policy.adapters import (
     AdapterPolicies,
@@ -121,7 +122,7 @@ class Updater:
         and `train/skipped_updates` 1. Otherwise the latter counts updates with a non-finite
         gradient.
         """
-        started, metrics = time.monotonic(), {}
+        started, metrics = time.monotonic(), mask_metrics(sequences)
         if self.dpo_beta is not None:
             sequences, num_broken = drop_broken_pairs(sequences, self.batch)
             metrics["train/dropped_pairs"] = float(num_broken)

@@ -49,6 +49,7 @@ POLICY_VERSIONS = "lightning.policy_versions"  # weights version that sampled ea
 FORCED = "lightning.forced"  # True if a grammar left no choice; set only if any is True
 LATE = "lightning.late"  # True if a time limit ended the response; its finish reason is length
 ADJUSTED = "lightning.adjusted"  # True if biases, penalties or a grammar changed the logits
+GRAMMAR = "lightning.grammar"  # of the response; set if it alone shaped what was sampled
 REWARD = "lightning.reward"  # the call's own reward; in a reward span, the posted one
 REWARD_CALL = "lightning.reward_call"  # response id of the call that earned it
 REWARD_CHOICE = "lightning.reward_choice"  # index of the call's choice

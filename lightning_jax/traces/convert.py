@@ -1,5 +1,6 @@
 """Pure functions from Spans to Transitions and Trajectories."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,9 @@ from lightning_jax.types import Rollout, Span, Trajectory, Transition
 # Gradients scale with the inverse temperature, so samples below this temperature are trained on
 # at 1.
 COLDEST = 0.1
+# A token that is likelier than this only under its grammar was not chosen by the policy. Its
+# gradient is nearly 0, but the unmasked policy's is large.
+NEARLY_FORCED = 0.999
 
 
 def spans_to_transitions(spans: Sequence[Span]) -> tuple[tuple[Transition, ...], dict[str, int]]:
@@ -87,10 +91,10 @@ def _transition(span: Span, posted: float) -> Transition:
         agent=str(values.get(attributes.AGENT, "")),
         policy=str(values.get(attributes.POLICY, "policy")),
         reward=float(values.get(attributes.REWARD, 0.0)) + posted,
-        forced=tuple(values.get(attributes.FORCED, ())),
         answered_by=str(values.get(attributes.ANSWERED_BY, "")),
         max_tokens=values.get(attributes.REQUEST_MAX_TOKENS),
         **_tempered(values),
+        **_masked(values),
     )
 
 
@@ -102,4 +106,20 @@ def _tempered(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "temperature": temperature,
         "tempered_logprobs": tuple(values[attributes.TEMPERED_LOGPROBS]),
+    }
+
+
+def _masked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which tokens a grammar forced, and the grammar if it alone shaped the samples."""
+    forced = tuple(values.get(attributes.FORCED, ()))
+    grammar = values.get(attributes.GRAMMAR)
+    if grammar is None or float(values.get(attributes.REQUEST_TEMPERATURE, 1.0)) < COLDEST:
+        return {"forced": forced}
+    policy = values.get(attributes.TEMPERED_LOGPROBS, values[attributes.BEHAVIOR_LOGPROBS])
+    under_grammar, least = values[attributes.SAMPLING_LOGPROBS], math.log(NEARLY_FORCED)
+    nearly = [masked > least >= free for free, masked in zip(policy, under_grammar, strict=True)]
+    forced = forced or (False,) * len(nearly)
+    return {
+        "forced": tuple(a or b for a, b in zip(forced, nearly, strict=True)),
+        "grammar": str(grammar),
     }

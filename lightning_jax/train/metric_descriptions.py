@@ -166,7 +166,15 @@ _TEXTS = {
     "train/num_distinct_targets": "targets: pairs of a node and a next token, counted once",
     "train/tokens_naive": "tokens: prompts and responses, if each call were computed alone",
     "train/tokens_forest": "tokens: the same with shared prefixes computed once",
-    "train/tokens_forced": "tokens: number that a grammar forced, not trained",
+    "train/tokens_forced": "tokens: number to which a grammar left no choice or, with a "
+    "probability above 0.999, hardly any; not trained",
+    "train/masked_share": "share: trained tokens that were sampled under a grammar that the loss "
+    "replays, so that their gradients are those of the masked policy",
+    "train/calls_without_mask": "calls: number whose grammar the loss could not replay; their "
+    "tokens are trained as if there were no mask",
+    "train/adjusted_share": "share: trained tokens whose distribution lost more than a tenth of "
+    "its mass to a mask, a filter or a low temperature. Their gradients are biased: sample with "
+    "top_p 1 and top_k 0, and send no biases and no penalties",
     "train/tokens_per_s": "tokens/s: `train/tokens_naive` by the update's time",
     "train/forest_tokens_per_s": "tokens/s: `train/tokens_forest` by the update's time",
     "train/padding_share": "share: unused places of the batch's rows",
@@ -226,6 +234,7 @@ _TEXTS = {
     "time/eval_s": "s: evaluation",
     "time/probe_s": "s: probe of the warm-up",
     "time/prepare_s": "s: credit, advantages and token weights",
+    "time/masks_s": "s: replay of the grammars of the step's calls, for the loss",
     "time/values_s": "s: forward pass that measures the values",
     "time/teacher_s": "s: forward pass of the teacher",
     "time/batching_s": "s: packing of the batch",

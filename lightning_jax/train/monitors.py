@@ -141,6 +141,7 @@ def findings(row: Mapping[str, float | int]) -> list[Finding]:
         / max(row.get("rollout/num_calls", 0.0), 1.0),
         "other_temperature": num_tempered / max(row.get("rollout/num_calls", 0.0), 1.0),
         "cut_short": row.get("rollout/cut_short_share", 0.0),
+        "adjusted": row.get("train/adjusted_share", 0.0),
         "noise": 1.0 - row.get("train/signal_share", 1.0),
         "late": row.get("serve/late_responses", 0.0) / max(row.get("serve/requests", 0.0), 1.0),
         "deadline_in_queue": sum(  # older runs counted it as the agent's
@@ -194,6 +195,13 @@ _FINDINGS = {  # kind -> (smallest share to report, text)
         0.5,
         "{share:.0%} of the replies were cut at the token limit; raise rollout.max_tokens and the "
         "agent's own max_tokens, or ask for shorter answers",
+    ),
+    "adjusted": (
+        0.05,
+        "{share:.0%} of the trained tokens were sampled from a distribution that a mask or a "
+        "filter had changed by more than a tenth, so their gradients are biased "
+        "(train/adjusted_share); sample with top_p 1 and top_k 0, and send no logit_bias and no "
+        "penalties",
     ),
     "noise": (
         0.8,

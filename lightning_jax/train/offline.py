@@ -17,9 +17,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from lightning_jax.engine.grammar import GrammarCompiler
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.rl.advantages import without_equal_groups
+from lightning_jax.rl.masks import with_masks
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
 from lightning_jax.rl.train_state import TrainState
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
@@ -86,6 +88,7 @@ def learn_from_rewards(
     upcoming = cycle(steps)
     with new_run(source, config, num_steps, start) as (config, model):
         learner = phase_updater(model.config, config, supervised=False)
+        grammars = GrammarCompiler.shared(model.tokenizer, model.config.vocab_size, config.serve)
         state = learner.init(model.params)
         reference = jax.tree.map(jnp.copy, state.policy) if algorithm.has_reference else None
 
@@ -95,10 +98,12 @@ def learn_from_rewards(
             sequences, of_data = prepare_policies(
                 trajectories, algorithm, config.policies, values=values
             )
+            sequences, of_masks = with_masks(sequences, grammars)
             state, of_update = learner.update(state, sequences, reference)
             return state, {
                 **metrics,
                 **of_data,
+                **of_masks,
                 **of_update,
                 "rollout/num_rollouts": float(len(trajectories)),
                 "rollout/reward_mean": fmean(trajectory.reward for trajectory in trajectories),

@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lightning_jax.engine.grammar import GrammarCompiler
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rl.distill import mix
+from lightning_jax.rl.masks import with_masks
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
 from lightning_jax.rl.noise_scale import noise_metrics
 from lightning_jax.rl.sequence import TrainingSequence
@@ -76,6 +78,9 @@ class Run:
         self.compiling = CompileAhead(self.replica, config.total_steps - self.step)
         self.collector = Collector(
             config, pipelines, runner, model.tokenizer, self.progress, self.compiling.start
+        )
+        self.grammars = GrammarCompiler.shared(
+            model.tokenizer, model.config.vocab_size, config.serve
         )
         self._idle = runner.idle
         self.collector.groups.restore(self.replica.progress)
@@ -247,6 +252,8 @@ class Run:
             policy_version=self.step,
             values=values,
         )
+        sequences, of_masks = await run_in_thread(with_masks, sequences, self.grammars)
+        metrics |= of_masks
         if self.config.distill.has_teacher:
             sequences, of_teacher = await run_in_thread(self._for_teacher, sequences, trajectories)
             metrics |= of_teacher

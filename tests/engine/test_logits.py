@@ -5,7 +5,7 @@ import pytest
 
 from lightning_jax.engine.grammar import GrammarCompiler
 from lightning_jax.engine.grammar_process import wait_readable
-from lightning_jax.engine.logits import LogitAdjuster, needs_adjusting
+from lightning_jax.engine.logits import LogitAdjuster, needs_adjusting, only_masks
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.testing.tiny import tiny_tokenizer
 
@@ -80,3 +80,21 @@ def test_a_request_waits_for_its_tokens_only_if_they_change_what_is_next(setting
 )
 def test_plain_requests_need_no_adjusting(settings, needed):
     assert needs_adjusting(SamplingParams(**settings)) is needed
+
+
+@pytest.mark.parametrize(
+    ("settings", "masks"),
+    [
+        ({}, True),
+        ({"temperature": 0.5, "top_logprobs": 2}, True),
+        ({"temperature": 0.0}, False),
+        ({"top_p": 0.9}, False),
+        ({"top_k": 3}, False),
+        ({"min_p": 0.1}, False),
+        ({"logit_bias": ((3, 1.0),)}, False),
+        ({"presence_penalty": 1.0}, False),
+        ({"grammar": None}, False),
+    ],
+)
+def test_a_grammar_alone_shapes_samples_unless_something_else_does(settings, masks):
+    assert only_masks(SamplingParams(**{"grammar": 'start: "a"'} | settings)) is masks

@@ -9,6 +9,11 @@ import pytest
 from gateway_bench import Bench, Connect
 from pydantic import BaseModel, ConfigDict
 
+from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.rl.config import AlgorithmConfig
+from lightning_jax.rl.masks import with_masks
+from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.testing.records import trajectory
 from lightning_jax.traces.convert import spans_to_transitions
 
 T = TypeVar("T")
@@ -65,6 +70,25 @@ async def test_chat_parse(bench: Bench, connect: Connect) -> None:
     (call,) = called.choices[0].message.tool_calls or []
     assert called.choices[0].finish_reason == "tool_calls"
     assert isinstance(call.function.parsed_arguments, Go)
+
+
+async def test_a_span_has_its_grammar_unless_a_filter_shaped_its_tokens_too(
+    bench: Bench, connect: Connect
+) -> None:
+    client, fields = connect(bench.rollout()), {**CHAT, "response_format": Verdict}
+    others: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.5}, {"logit_bias": {"65": 1}})
+    for more in others:
+        await client.chat.completions.parse(**fields, **more)
+    await client.chat.completions.create(**CHAT, max_tokens=2)
+    transitions, _ = spans_to_transitions(bench.store.spans("r1"))
+    assert [bool(t.grammar) for t in transitions] == [True, False, False, False]
+    sequences, _ = prepare_step([trajectory(*transitions)], AlgorithmConfig(), policy_version=0)
+    model = bench.model
+    masked, metrics = with_masks(
+        sequences, GrammarCompiler(model.tokenizer, model.config.vocab_size)
+    )
+    assert metrics["train/calls_without_mask"] == 0.0
+    assert [bool(item.masks) for item in masked] == [True, False, False, False]
 
 
 async def test_a_cut_chat_answer_is_no_verdict(bench: Bench, connect: Connect) -> None:

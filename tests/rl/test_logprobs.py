@@ -11,7 +11,7 @@ import pytest
 
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.transformer import unembed
-from lightning_jax.rl.batch import Batch, DistinctTargets
+from lightning_jax.rl.batch import Batch, DistinctTargets, MaskBatch
 from lightning_jax.rl.logprobs import Head, head_params, score_nodes
 from lightning_jax.testing.tiny import tiny_model
 
@@ -45,11 +45,18 @@ def in_chunks(params: Any, nodes: Any, config: Any, batch: Batch = BATCH) -> Any
 
 
 def at_once(
-    params: Any, nodes: Any, config: Any, batch: Batch = BATCH, temperatures: Any = 1.0
+    params: Any,
+    nodes: Any,
+    config: Any,
+    batch: Batch = BATCH,
+    temperatures: Any = 1.0,
+    allowed: Any = None,
 ) -> Any:
     hidden = jnp.take_along_axis(nodes, batch.target_nodes[:, :, None], axis=1)
     logits = unembed(params, config, hidden) / temperatures
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = jax.nn.log_softmax(logits, axis=-1, where=allowed)
+    if allowed is not None:
+        logprobs = jnp.where(allowed, logprobs, -1e9)
     chosen = jnp.take_along_axis(logprobs, batch.target_ids[:, :, None], axis=-1)[:, :, 0]
     entropy = -(jnp.exp(logprobs) * logprobs).sum(axis=-1)
     return jnp.where(batch.target_mask, chosen, 0.0), jnp.where(batch.target_mask, entropy, 0.0)
@@ -135,6 +142,36 @@ def test_logits_are_divided_by_the_temperature_that_a_pair_was_sampled_at() -> N
     of_targets = jnp.take_along_axis(temperatures, once.distinct.of_targets, axis=1)
     whole = functools.partial(at_once, batch=naive, temperatures=of_targets[:, :, None])
     chunks = functools.partial(in_chunks, batch=dataclasses.replace(once, distinct=tempered))
+    head = head_params(MODEL.params, None)
+    ours, theirs = (
+        value_and_grads(function, head, NODE_STATES, TIED) for function in (chunks, whole)
+    )
+    for got, want in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [33, 20])
+def test_forbidden_tokens_have_no_mass_and_no_gradient(width: int) -> None:
+    """Each pair has its own mask, except the first row's third. Masks may end before the logits."""
+    naive, once = alike()
+    allowed = np.random.default_rng(3).random((ROWS, 3, 8 * 33)) < 0.3
+    allowed[:, :, [4, 7, 8]] = True  # the targets
+    allowed[:, :, 8 * width :] = False
+    allowed[:, 0] = False
+    table = jnp.asarray(np.packbits(allowed[:, :, : 8 * width], axis=-1, bitorder="little"))
+    allowed[:, 0] = True  # index 0 allows everything, whatever is in the table
+    of_pairs = jnp.asarray([[1, 2, 0] + [0] * 9, [1, 2] + [0] * 10])
+    temperatures = jnp.asarray([[0.5, 2.0, 0.7] + [1.0] * 9, [1.3, 1.0] + [1.0] * 10])
+    distinct = dataclasses.replace(
+        once.distinct, masks=MaskBatch(table, of_pairs), temperatures=temperatures
+    )
+    masks, divisors = (
+        jnp.take_along_axis(array, once.distinct.of_targets[:, :, None], axis=1)
+        for array in (jnp.asarray(allowed[:, :, :259])[jnp.asarray([[0], [1]]), of_pairs],
+                      temperatures[:, :, None])
+    )  # fmt: skip
+    whole = functools.partial(at_once, batch=naive, temperatures=divisors, allowed=masks)
+    chunks = functools.partial(in_chunks, batch=dataclasses.replace(once, distinct=distinct))
     head = head_params(MODEL.params, None)
     ours, theirs = (
         value_and_grads(function, head, NODE_STATES, TIED) for function in (chunks, whole)

@@ -1,5 +1,6 @@
 """Tests that spans become Transitions, and that each span that does not is counted."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,32 @@ def test_forced_tokens_are_read_and_old_spans_have_none() -> None:
     with pytest.raises(InvalidValue) as caught:
         spans_to_transitions([_span("torn", 1, CALL | {attributes.FORCED: (True,)})])
     assert caught.value.reason == "mismatch"
+
+
+def test_tokens_that_only_a_grammar_makes_nearly_certain_count_as_forced() -> None:
+    """The third token is certain without the grammar, and the fifth is a real choice under it."""
+    free = tuple(map(math.log, (0.3, 0.9, 0.9995, 0.2, 0.3)))
+    masked = tuple(map(math.log, (0.9995, 0.9991, 0.9999, 1.0, 0.998)))
+    call = CALL | {
+        attributes.RESPONSE_TOKEN_IDS: (3, 4, 5, 6, 7),
+        attributes.POLICY_VERSIONS: (6,) * 5,
+        attributes.BEHAVIOR_LOGPROBS: free,
+        attributes.SAMPLING_LOGPROBS: masked,
+    }
+    by_grammar = call | {attributes.GRAMMAR: "start: /a+/"}
+    warm = by_grammar | {
+        attributes.REQUEST_TEMPERATURE: 2.0,
+        attributes.TEMPERED_LOGPROBS: (*free[:1], masked[1], *free[2:]),
+    }
+    marked = by_grammar | {attributes.FORCED: (False, False, False, True, False)}
+    cold = by_grammar | {attributes.REQUEST_TEMPERATURE: 0.05}
+    spans = [_span(str(i), i, it) for i, it in enumerate((by_grammar, warm, marked, cold, call))]
+    transitions, _ = spans_to_transitions(spans)
+    nearly = (True, True, False, True, False)
+    assert [t.forced for t in transitions] == [
+        nearly, (True, False, False, True, False), nearly, (False,) * 5, (False,) * 5
+    ]  # fmt: skip
+    assert [t.grammar for t in transitions] == ["start: /a+/"] * 3 + [None] * 2
 
 
 def test_the_temperature_of_a_call_comes_with_its_logprobs() -> None:

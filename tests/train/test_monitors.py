@@ -82,6 +82,7 @@ LEARNS = {
     "rollout/num_scored": 8.0,
     "train/equal_groups_share": 0.4,
     "rollout/cut_short_share": 0.1,
+    "train/adjusted_share": 0.04,
 }
 
 
@@ -103,6 +104,7 @@ def test_a_step_that_learns_has_no_findings() -> None:
         ({"serve/requests": 40.0, "serve/late_responses": 10.0}, "late", 0.25),
         ({"rollout/infrastructure_failure_deadline_in_queue": 2.0}, "deadline_in_queue", 0.25),
         ({"rollout/agent_failure_deadline_in_queue": 2.0}, "deadline_in_queue", 0.25),  # older
+        ({"train/adjusted_share": 0.37}, "adjusted", 0.37),
         ({"rollout/num_calls": 8.0, "train/without_teacher": 4.0}, "without_teacher", 0.5),
         (
             {
