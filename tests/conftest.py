@@ -54,7 +54,13 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share compiled JAX programs and Python bytecode between tests, in all processes."""
+    """Share compiled JAX programs and Python bytecode between tests, in all processes.
+
+    Take Ctrl-C as in the foreground, also under nohup or in the background of a script, whose
+    processes ignore it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     assert config.cache is not None, "pytest's cache is switched off"
     settings = {
         "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),

@@ -65,6 +65,12 @@ INTERNALS = (
         ),
         text="tokens of short, medium and long responses",
     ),
+    Panel(
+        "noise scale (groups)",
+        ("train/noise_scale",),
+        is_log=True,
+        text="groups of which half of the squared gradient would be signal",
+    ),
     Panel("gradient norm", ("train/grad_norm", "warmup/grad_norm"), is_log=True),
     Panel(
         "repeated and copied text (share)",

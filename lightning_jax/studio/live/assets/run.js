@@ -16,6 +16,11 @@ const CHARTS = [
   ["tokens trained a second", ["train/tokens_per_s"]],
   ["tokens sampled in a step", ["serve/tokens_generated", "rollout/response_tokens"]],
   ["gap of sampler and trainer: KL", ["train/mismatch_kl"]],
+  ["gradient's noise scale, in groups", ["train/noise_scale"]],
+  ["tokens sampled from another distribution", ["train/adjusted_share"]],
+  ["failures with a positive advantage", ["train/failures_gain_share"]],
+  ["corrections cut, longest responses", ["long", "medium", "short"].flatMap((length) =>
+    ["truncated", "masked"].map((kind) => `train/correction_${kind}_share/length=${length}`))],
 ];
 const MAX_PARTS = 8; // curves of the seconds of a step
 const PAGE = 25;
