@@ -22,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from slow_engine import SlowEngine
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
@@ -337,9 +338,21 @@ async def test_a_flood_of_one_agent_fails_nobody_else(tmp_path: Path) -> None:
         assert [r.attempt for r in rollouts] == [1, 1, 1]
 
 
+@asynccontextmanager
+async def _standing_still(path: Path, **settings: object) -> AsyncIterator[Runner]:
+    """Yield a runner whose engine answers no call."""
+    engine, agent = SlowEngine(), load_agent(f"{TOY}:impatient")
+    engine.stands_still.set()
+    settings = {"call_timeout_s": 0.05, "retry_delay_s": 0.0} | settings
+    with contextlib.closing(Store(path / "store.sqlite")) as store:
+        async with Gateway(engine, store) as gateway:
+            config = RolloutConfig(**settings)  # type: ignore[arg-type]
+            yield Runner(agent, gateway, config, seed=0)
+
+
 async def test_infrastructure_is_tried_again_and_never_rewarded(tmp_path: Path) -> None:
-    settings = {"call_timeout_s": 1e-4, "max_attempts": 2, "max_infrastructure_failures": 1.0}
-    async with _runner(tmp_path, "impatient", **settings) as runner:
+    settings = {"max_attempts": 2, "max_infrastructure_failures": 1.0}
+    async with _standing_still(tmp_path, **settings) as runner:
         rollout = await _one(runner)
         assert rollout.status == "infrastructure_failure"
         assert (rollout.attempt, rollout.reward, rollout.reason) == (2, None, "call_timeout")
@@ -348,7 +361,7 @@ async def test_infrastructure_is_tried_again_and_never_rewarded(tmp_path: Path) 
 
 
 async def test_too_many_infrastructure_failures_stop_the_run(tmp_path: Path) -> None:
-    async with _runner(tmp_path, "impatient", call_timeout_s=1e-4, max_attempts=1) as runner:
+    async with _standing_still(tmp_path, max_attempts=1) as runner:
         with raises_coded(TooManyFailures, "too_many_failures") as caught:
             await _one(runner)
         assert "call_timeout" in str(caught.value)
