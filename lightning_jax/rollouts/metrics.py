@@ -319,20 +319,22 @@ def eval_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     return metrics | _reported(rollouts, "eval") | component_metrics(rollouts, "eval/reward_")
 
 
-def eval_change(before: Sequence[Rollout], rollouts: Sequence[Rollout]) -> Metrics:
+def eval_change(
+    before: Sequence[Rollout], rollouts: Sequence[Rollout], area: str = "eval/"
+) -> Metrics:
     """Return how an evaluation differs from an earlier one, per task that both measured.
 
-    See `compare_tasks`. Empty if there is no common task.
+    See `compare_tasks`. Names start with `area`. Empty if there is no common task.
     """
     found = compare_tasks(task_rewards(before), task_rewards(rollouts))
     if found.change_mean is None or found.change_stderr is None:
         return {}
     return {
-        "eval/change_mean": found.change_mean,
-        "eval/change_stderr": found.change_stderr,
-        "eval/num_better": float(found.num_won),
-        "eval/num_worse": float(found.num_lost),
-        "eval/change_p": found.p_value,
+        f"{area}change_mean": found.change_mean,
+        f"{area}change_stderr": found.change_stderr,
+        f"{area}num_better": float(found.num_won),
+        f"{area}num_worse": float(found.num_lost),
+        f"{area}change_p": found.p_value,
     }
 
 

@@ -34,14 +34,17 @@ async def evaluate_if_due(
     started = time.monotonic()
     rollouts = await collector.run(tasks, "eval", step)
     results = eval_metrics(rollouts) | eval_metrics_by(settings.by, tasks, rollouts)
-    if settings.attempts:
-        sampled = await collector.run(tasks, "sampled", step, settings.attempts)
-        results |= sampled_metrics(sampled)
     since = 0 if after_warmup <= 0 else config.warmup.num_steps
     before = await store.in_order(store.rollouts, phase="eval", step=since)
     # The change made by the warm-up or by the policy phase.
     if since < step and (change := eval_change(before, rollouts)):
         results |= change | {"eval/change_since_step": float(since)}
+    if settings.attempts:
+        sampled = await collector.run(tasks, "sampled", step, settings.attempts)
+        results |= sampled_metrics(sampled)
+        if since < step:
+            before = await store.in_order(store.rollouts, phase="sampled", step=since)
+            results |= eval_change(before, sampled, "eval/sampled_")
     return results | {"time/eval_s": time.monotonic() - started}
 
 

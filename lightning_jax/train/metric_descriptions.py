@@ -41,6 +41,11 @@ _TEXTS = {
     "eval/sampled_unequal_share": "share: tasks whose sampled attempts earned differently. Near 0 "
     "RL has nothing to learn",
     "eval/sampled_attempts": "attempts: number sampled per task",
+    "eval/sampled_change_mean": "reward: mean change of a task's sampled reward in the phase",
+    "eval/sampled_change_stderr": "reward: standard error of that change",
+    "eval/sampled_num_better": "tasks: number whose mean sampled reward rose",
+    "eval/sampled_num_worse": "tasks: number whose mean sampled reward fell",
+    "eval/sampled_change_p": "probability: of so uneven a split by chance (sign test)",
     "eval/num_tasks": "tasks: number that were measured",
     "eval/num_agent_failures": "rollouts: number that the agent failed",
     "eval/num_infrastructure_failures": "rollouts: number without a result, left out of all means",

@@ -152,26 +152,27 @@ def failure_table(store: Store) -> str:
     return "\n".join(lines)
 
 
-def _change(row: Mapping[str, float | int]) -> str:
-    if "eval/change_mean" not in row:
+def _change(row: Mapping[str, float | int], area: str = "eval/") -> str:
+    if f"{area}change_mean" not in row:
         return ""
+    p = f", p = {row[f'{area}change_p']:.2g}" if f"{area}change_p" in row else ""
     return (
-        f"   {row['eval/change_mean']:+.3f} ± {row['eval/change_stderr']:.3f} since step "
-        f"{row['eval/change_since_step']:.0f}: {row['eval/num_better']:.0f} better, "
-        f"{row['eval/num_worse']:.0f} worse"
-        + (f", p = {row['eval/change_p']:.2g}" if "eval/change_p" in row else "")
+        f"   {row[f'{area}change_mean']:+.3f} ± {row[f'{area}change_stderr']:.3f} since step "
+        f"{row['eval/change_since_step']:.0f}: {row[f'{area}num_better']:.0f} better, "
+        f"{row[f'{area}num_worse']:.0f} worse{p}"
     )
 
 
 def _sampled(row: Mapping[str, float | int]) -> list[str]:
-    """Return a line of the sampled attempts of an evaluation, if it has any."""
+    """Return lines of the sampled attempts of an evaluation, if it has any."""
     if "eval/sampled_reward_mean" not in row:
         return []
     mean, error = row["eval/sampled_reward_mean"], row["eval/sampled_reward_stderr"]
     solved, unequal = row["eval/sampled_solved_share"], row["eval/sampled_unequal_share"]
     return [
-        f"      sampled {mean:.3f} ± {error:.3f} in {row['eval/sampled_attempts']:.0f} attempts: "
-        f"{solved:.1%} of the tasks are solved by one, {unequal:.1%} have attempts that differ"
+        f"      sampled {mean:.3f} ± {error:.3f}{_change(row, 'eval/sampled_')}",
+        f"      of {row['eval/sampled_attempts']:.0f} attempts one solves {solved:.1%} of the "
+        f"tasks, and {unequal:.1%} have attempts that differ",
     ]
 
 

@@ -29,6 +29,11 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
             "eval/sampled_solved_share": 0.75,
             "eval/sampled_unequal_share": 0.5,
             "eval/sampled_attempts": 8.0,
+            "eval/sampled_change_mean": 0.125,
+            "eval/sampled_change_stderr": 0.025,
+            "eval/sampled_num_better": 5.0,
+            "eval/sampled_num_worse": 2.0,
+            "eval/sampled_change_p": 0.45,
             "eval/change_since_step": 0.0,
             "eval/reward_mean/hops=2": 0.75,
             "eval/reward_stderr/hops=2": 0.2,
@@ -41,10 +46,11 @@ def test_the_table_has_a_line_for_each_evaluation_and_each_part() -> None:
         [],
         ["0", "0.250", "0.125", "12"],
         ["2", "0.500", "0.100", "12", "+0.250", "0.062", "0", "4", "1", "0.38"],
-        ["0.300", "0.050", "8", "75.0", "50.0"],
+        ["0.300", "0.050", "+0.125", "0.025", "0", "5", "2", "0.45"],
+        ["8", "75.0", "50.0"],
         ["hops", "2", "0.750", "0.200", "4"],
     ]
-    assert len(result_table(rows).splitlines()) == 4
+    assert len(result_table(rows).splitlines()) == 5
 
 
 def test_the_last_baselines_follow_the_evaluations() -> None:

@@ -321,6 +321,9 @@ def test_the_warmup_learns_the_demonstrations_first(model_dir: Path, tmp_path: P
         assert row["eval/change_mean"] == pytest.approx(change, abs=1e-12)
     for row in (rows[0], rows[10], rows[12]):
         assert row["eval/sampled_attempts"] == 3
+    assert "eval/sampled_change_mean" not in rows[0]
+    change = rows[10]["eval/sampled_reward_mean"] - rows[0]["eval/sampled_reward_mean"]
+    assert rows[10]["eval/sampled_change_mean"] == pytest.approx(change, abs=1e-12)
     assert rows[0]["eval/sampled_reward_mean"] < rows[10]["eval/sampled_reward_mean"]
 
 
