@@ -320,7 +320,9 @@ def _call(value: Any) -> tuple[str, str] | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the object as a JSON string
-        arguments = read_arguments(arguments)
+        arguments = read_arguments(arguments.strip() or "{}")
+    if arguments is None:
+        arguments = {}
     text = _as_json(arguments) if isinstance(arguments, dict) else None
     return None if text is None else (value["name"], text)
 
