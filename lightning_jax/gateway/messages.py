@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.fields import brief
-from lightning_jax.gateway.prompt.tool_calls import read_arguments
+from lightning_jax.gateway.prompt.call_syntax import read_arguments
 from lightning_jax.types import Message
 
 ROLES = {

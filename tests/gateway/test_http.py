@@ -19,7 +19,7 @@ from lightning_jax.gateway.errors import MAX_MESSAGE, ApiError
 from lightning_jax.gateway.fields import MAX_DEPTH, _without_strings, num_values
 from lightning_jax.gateway.http import Bodies
 from lightning_jax.gateway.offload import INLINE_BYTES, Offload
-from lightning_jax.gateway.prompt.tool_calls import MAX_VALUES, read_arguments
+from lightning_jax.gateway.prompt.call_syntax import MAX_VALUES, read_arguments
 from lightning_jax.gateway.request import check_model
 from lightning_jax.models.tokenizer import Tokenizer
 
