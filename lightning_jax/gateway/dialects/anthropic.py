@@ -32,6 +32,7 @@ from lightning_jax.gateway.request import (
     PolicyRequest,
     ToolChoice,
 )
+from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.types import Message
 
 # Fields that change nothing here.
@@ -178,7 +179,7 @@ def _count_tokens(body: fields.Body, sender: Sender) -> Any:
 
 def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
     asked = fields.read(MessagesBody, body)
-    fields.warn_unknown("anthropic", asked.model_extra, _IGNORED)
+    check_unknown("anthropic", asked.model_extra, _IGNORED)
     form = (asked.output_config and asked.output_config.format) or asked.output_format
     choice, thinking = asked.tool_choice or Choice(), asked.thinking
     return to_request(
