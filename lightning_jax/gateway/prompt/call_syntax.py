@@ -110,3 +110,30 @@ def _python_call(node: ast.expr) -> tuple[str, str] | None:
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
     text = _as_json(arguments)
     return None if text is None else (name, text)
+
+
+_IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)
+
+
+class JsonStrings:
+    """Strings of JSON text that grows at its end. Places are asked for in ascending order."""
+
+    def __init__(self) -> None:
+        self._at, self._is_open = 0, False
+
+    def contain(self, text: str, place: int) -> bool:
+        """Return whether a place is inside a string. None is after a backslash outside of one."""
+        while self._at < place:
+            if self._is_open:
+                end = _IN_STRING.match(text, self._at, place).end()  # type: ignore[union-attr]
+                if end < place and text[end] == "\\":  # the last character before the place
+                    self._at = end
+                    return True
+            else:
+                quote = text.find('"', self._at, place)
+                end = place if quote < 0 else quote
+                if text.find("\\", self._at, end) >= 0:
+                    return False  # not JSON
+            self._at = min(end + 1, place)
+            self._is_open ^= end < place
+        return self._is_open

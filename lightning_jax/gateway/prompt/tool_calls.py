@@ -23,7 +23,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_jax.gateway.prompt.call_syntax import parse_calls
+from lightning_jax.gateway.prompt.call_syntax import JsonStrings, parse_calls
 from lightning_jax.gateway.prompt.tool_formats import THOUGHT_MARKS, ToolFormat
 
 
@@ -88,10 +88,12 @@ class ToolCallParser:
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._guaranteed = guaranteed
         self._reads_unmarked = unmarked and bool(self._begin and offered) and not guaranteed
+        self._longest = max(map(len, (self._begin, *dict(THOUGHT_MARKS))))
         self._marks = {} if guaranteed else dict(THOUGHT_MARKS)
         self._thought_end = "" if guaranteed else thought_end  # "" outside of thoughts
         self._held = ""
-        self._sought = 0  # no closing mark of a call begins earlier in the held text
+        self._sought = 0  # no mark that is looked for begins earlier in the held text
+        self._strings = JsonStrings()  # of the held call
         self._inside = False  # the held text follows an opening mark
         self._lead = ""  # that mark, and blanks before it that were not emitted
         self._text_seen = False  # text other than blanks and thoughts was emitted
@@ -181,14 +183,17 @@ class ToolCallParser:
         at, mark = self._opening()
         if mark in self._marks:
             yield from self._text(held[:at])
-            self._thought_end, self._held = self._marks[mark], held[at:]
+            self._thought_end, self._held, self._sought = self._marks[mark], held[at:], 0
         elif mark:
             is_markup = self._after_call and not held[:at].strip()
-            self._lead = held[: at + len(mark)] if is_markup else mark
+            self._lead, self._strings = held[: at + len(mark)] if is_markup else mark, JsonStrings()
             if not is_markup:
                 yield from self._text(held[:at])
             self._held, self._inside, self._sought = held[at + len(mark) :], True, 0
-        elif not self._may_be_unmarked(held):
+        elif self._may_be_unmarked(held):
+            self._sought = max(0, len(held) - self._longest)
+        else:
+            self._sought = 0
             end = len(held) - max(_overlap(held, mark) for mark in (self._begin, *self._marks))
             if held[:end].strip() or not self._after_call:  # blanks may be markup
                 self._held = held[end:]
@@ -197,13 +202,13 @@ class ToolCallParser:
     def _opening(self) -> tuple[int, str]:
         """Return the place and text of the first opening mark. The text is "" without one."""
         found = [(at, mark) for mark in self._marks if (at := self._thought_at(mark)) >= 0]
-        if self._begin and (at := self._held.find(self._begin)) >= 0:
+        if self._begin and (at := self._held.find(self._begin, self._sought)) >= 0:
             found.append((at, self._begin))
         return min(found, default=(0, ""))
 
     def _thought_at(self, mark: str) -> int:
         """Return where the mark first stands at the start of a line, or -1."""
-        held, at = self._held, self._held.find(mark)
+        held, at = self._held, self._held.find(mark, self._sought)
         while at >= 0:
             _, is_broken, line = held[:at].rpartition("\n")
             if (is_broken or self._line_starts) and not line.strip():
@@ -214,7 +219,7 @@ class ToolCallParser:
     def _advance_inside(self) -> Iterator[Piece]:
         """Read a call once its closing mark is there. A mark inside a string is part of it."""
         at = self._held.find(self._end, self._sought)
-        while at >= 0 and _IN_STRING.fullmatch(self._held, 0, at):
+        while at >= 0 and self._strings.contain(self._held, at):
             at = self._held.find(self._end, at + len(self._end))
         if at >= 0:
             yield from self._close(at)
@@ -301,8 +306,6 @@ class ToolCallParser:
         return self._allowed is None or all(name in self._allowed for name, _ in calls)
 
 
-# Text that ends inside a JSON string.
-_IN_STRING = re.compile(r'(?:[^"\\]++|"(?:[^"\\]|\\.)*+")*+"(?:[^"\\]|\\.)*+', re.DOTALL)
 _TAIL = re.compile(r"^[\s,;\]]+")  # of a guaranteed call, before its closing mark
 
 
@@ -375,5 +378,7 @@ def _overlap(text: str, mark: str) -> int:
     """Return the length of the longest suffix of `text` that is a prefix of `mark`, but not all of
     it.
     """
+    if mark[:1] not in text[-len(mark) :]:
+        return 0  # quickly, because most text has no mark
     lengths = range(min(len(text), len(mark) - 1), 0, -1)
     return next((n for n in lengths if mark.startswith(text[-n:])), 0)

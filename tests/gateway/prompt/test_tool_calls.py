@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from lightning_jax.engine.response import Response, SampledToken
 from lightning_jax.engine.types import SamplingParams
-from lightning_jax.gateway.prompt.call_syntax import parse_calls
+from lightning_jax.gateway.prompt.call_syntax import JsonStrings, parse_calls
 from lightning_jax.gateway.prompt.tool_calls import (
     CallArguments,
     CallStart,
@@ -314,8 +314,9 @@ def test_any_split_gives_the_same_and_no_byte_is_lost(
     form: ToolFormat, answer: list[str | tuple[str, Any]], cuts: list[int]
 ) -> None:
     sampled, shown, calls = _expected(answer, form)
-    assert _whole(_run(sampled, form, cuts)) == (shown, calls)
-    assert _whole(_run(sampled, form, list(range(len(sampled) + 1)))) == (shown, calls)
+    assert _whole(_run(sampled, form, cuts, offered={"f", "g"})) == (shown, calls)
+    letters = list(range(len(sampled) + 1))
+    assert _whole(_run(sampled, form, letters, offered={"f", "g"})) == (shown, calls)
 
 
 BROKEN = ['{"name": "f, "arguments": {}}', '{"a": "', "", '\\"', '{"name": "f"} x', '"<tool_call>"']
@@ -441,3 +442,59 @@ def test_a_prompt_may_end_in_a_thought(special: bool) -> None:
             ("", ""),
         ):
             assert open_thought(tokenizer.encode(prompt), tokenizer) == end
+
+
+@given(
+    text=st.lists(st.sampled_from(['"', "\\", "a", "{", "é"]), max_size=20).map("".join),
+    places=st.lists(st.integers(0, 20)),
+)
+def test_strings_of_json_are_found_in_pieces(text: str, places: list[int]) -> None:
+    strings = JsonStrings()
+    for place in sorted(place for place in places if place <= len(text)):
+        is_open = escaped = False
+        for character in text[:place]:
+            if not is_open and character == "\\":
+                return  # not JSON: nothing is asked after it
+            is_open ^= character == '"' and not escaped
+            escaped = is_open and character == "\\" and not escaped
+        assert strings.contain(text[:place], place) == strings.contain(text, place) == is_open
+
+
+SOUP = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "[THINK]",
+        "<|python_tag|>",
+        "```json\n",
+    ),
+    *('{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {"a": "', '"}}', "[f(a=1)]"),
+    *("[", "]", "{", '"', "\\", "\n", " ", "```", "json\n", "a", "<", "; ", '{"name": "x"}'),
+]
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("guaranteed", [False, True])
+@given(text=st.lists(st.sampled_from(SOUP), max_size=14).map("".join), cuts=cuts)
+def test_any_text_is_read_the_same_in_every_split(
+    form: ToolFormat, guaranteed: bool, text: str, cuts: list[int]
+) -> None:
+    def read(cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
+        shown, calls = "", []
+        for piece in _run(text, form, cuts, guaranteed, {"f"}):
+            match piece:
+                case TextPiece():
+                    shown += piece.text
+                case CallStart():
+                    calls.append((piece.name, ""))
+                case CallArguments():
+                    name, before = calls[piece.index]
+                    calls[piece.index] = (name, before + piece.text)
+        return shown, calls
+
+    whole = read([])
+    assert whole == read(cuts) == read(list(range(len(text) + 1)))
+    if not (whole[1] or guaranteed):
+        assert whole[0] == text
