@@ -23,6 +23,7 @@ from lightning_jax.gateway.dialects.gemini import input as gemini
 from lightning_jax.gateway.dialects.openai_responses import dialect as responses
 from lightning_jax.gateway.error_codes import CODES
 from lightning_jax.gateway.metrics import COUNTERS
+from lightning_jax.gateway.unknown_fields import BINDING
 from lightning_jax.loading import load_function
 from lightning_jax.rollouts.reasons import REASONS
 from lightning_jax.traces import attributes
@@ -252,6 +253,12 @@ def client_apis() -> str:
         for feature, names in FEATURES.items()
     ]
     text += _table(("feature", *BODIES), rows)
+    text += (
+        "\nOther servers have more names for what binds or changes an answer. A field that an API\n"
+        "does not know is refused with `unsupported_parameter` if it is one of these, unless it\n"
+        "asks for nothing. Any other unknown field is ignored, and the server logs it once.\n\n"
+    )
+    text += _sentence([f"`{name}`" for name in sorted(BINDING)])
     for name, (dialect, bodies, module) in BODIES.items():
         paths = [("POST", path) for path in dialect.paths]
         paths += [(listing.method, listing.path) for listing in dialect.listings]

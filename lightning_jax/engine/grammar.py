@@ -49,6 +49,17 @@ from lightning_jax.models.tokenizer import Tokenizer
 # is forced and a model cannot emit white space forever.
 _JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
+# String formats that llguidance keeps. JSON Schema has any other one ignored, as an annotation.
+KEPT_FORMATS = frozenset(
+    (
+        *("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6"),
+        *("uri", "uuid"),
+    )
+)
+# Keywords of JSON Schema whose values are schemas by name, or data.
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_DATA = ("enum", "const", "default", "example", "examples")
+
 MAX_VERDICTS = 4096  # grammars remembered as accepted or rejected
 
 
@@ -302,8 +313,26 @@ def json_schema(schema: Mapping[str, Any] | None = None) -> str:
 
     The JSON is spelled like Python's json.dumps output. Properties come in the schema's order.
     """
-    fields = {"type": "object"} if schema is None else schema
+    fields = {"type": "object"} if schema is None else _without_annotations(schema)
     return f"%json {json.dumps({**fields, 'x-guidance': _JSON_STYLE})}"
+
+
+def _without_annotations(schema: Any) -> Any:
+    """Return the schema without the formats that llguidance would refuse."""
+    if isinstance(schema, list | tuple):
+        return [_without_annotations(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = {}
+    for key, value in schema.items():
+        if key == "format" and not (isinstance(value, str) and value in KEPT_FORMATS):
+            continue
+        if key in _BY_NAME and isinstance(value, Mapping):
+            value = {name: _without_annotations(part) for name, part in value.items()}
+        elif key not in _DATA:
+            value = _without_annotations(value)
+        plain[key] = value
+    return plain
 
 
 def sequence(*parts: str) -> str:

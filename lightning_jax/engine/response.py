@@ -48,21 +48,27 @@ class StopStrings:
         self._stops = stops
         self._held = ""
 
-    def push(self, text: str, *, final: bool = False) -> tuple[str, bool]:
-        """Return the text that is safe to show, and True if a stop string ended it.
+    def push(self, text: str, *, final: bool = False) -> tuple[str, str]:
+        """Return the text that is safe to show, and the stop string that ended it or "".
 
         `final` means that no text follows. With "END", pushing "aE" gives "a", then "ND" gives ""
-        and True.
+        and "END". Of several, the string that is complete first counts, and of those that are
+        complete together the longest. So the result is the same however the text is split.
         """
         self._held += text
-        found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        found = [
+            (index + len(stop), index, stop)
+            for stop in self._stops
+            if (index := self._held.find(stop)) >= 0
+        ]
         if found:
-            shown, self._held = self._held[: min(found)], ""
-            return shown, True
+            _, index, stop = min(found)
+            shown, self._held = self._held[:index], ""
+            return shown, stop
         keep = 0 if final else self._overlap()
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(shown) :]
-        return shown, False
+        return shown, ""
 
     def _overlap(self) -> int:
         """Return the length of the longest suffix of the held text that starts a stop string."""
@@ -88,6 +94,7 @@ class Response:
     text: str = ""
     prompt_scores: PromptScores | None = None
     is_late: bool = False  # the time limit ended it
+    stop: str = ""  # the stop string that ended it
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.sampling.stop)
@@ -96,16 +103,18 @@ class Response:
         """Add a token. Return its chunk, and the finish reason if the response ends with it."""
         self.tokens.append(token)
         is_late = self.time_limit is not None and self.time_limit.is_over(self.stalled_s())
-        text = self.decoder.push(token.token_id)
         reason: FinishReason | None = None
+        text = ""
         if token.token_id in self.eos_ids and not self.sampling.ignore_eos:
-            reason = "stop"
-        elif is_late or len(self.tokens) >= self.limit:
+            reason = "stop"  # its text is not shown, even if it is no special token
+        else:
+            text = self.decoder.push(token.token_id)
+        if reason is None and (is_late or len(self.tokens) >= self.limit):
             reason = "length"
         if reason:
             text += self.decoder.flush()
-        shown, stopped = self._stops.push(text, final=reason is not None)
-        reason = "stop" if stopped else reason
+        shown, self.stop = self._stops.push(text, final=reason is not None)
+        reason = "stop" if self.stop else reason
         self.is_late = is_late and reason == "length" and len(self.tokens) < self.limit
         self.text += shown
         chunk = Chunk(
@@ -133,4 +142,5 @@ class Response:
             top_logprobs=tuple(token.top_logprobs for token in self.tokens),
             prompt_scores=self.prompt_scores,
             is_late=self.is_late,
+            stop=self.stop,
         )

@@ -33,6 +33,7 @@ class SamplingParams:
     grammar: str | None = None  # grammar of the response, in llguidance's format
     ignore_eos: bool = False  # continue after an end-of-turn token, for benchmarks
     score_prompt: bool = False  # also return log-probabilities of the prompt's tokens
+    shown_ids: tuple[int, ...] = ()  # special tokens whose text is part of the response's text
 
     def __post_init__(self) -> None:
         biases = [-100.0 <= bias <= 100.0 and token >= 0 for token, bias in self.logit_bias]
@@ -81,7 +82,8 @@ class Completion:
     """
 
     token_ids: tuple[int, ...]  # as sampled, including the end-of-turn token
-    text: str  # text for the client: no special tokens, cut before a stop string
+    # For the client: without special tokens but SamplingParams.shown_ids, cut before a stop string.
+    text: str
     behavior_logprobs: tuple[float, ...]  # of the policy at temperature 1, unfiltered
     sampling_logprobs: tuple[float, ...]  # of the sampled distribution, tempered and filtered
     policy_versions: tuple[int, ...]  # weights version that sampled each token
@@ -92,6 +94,7 @@ class Completion:
     # Of the policy at the request's temperature (1 if greedy), unfiltered and unbiased.
     tempered_logprobs: tuple[float, ...] = ()
     is_late: bool = False  # its time limit ended it, and `finish_reason` is "length"
+    stop: str = ""  # the stop string that ended it, if one did
 
     def __post_init__(self) -> None:
         fill_default(self, "forced", False, like="token_ids")

@@ -68,7 +68,12 @@ class ApiError(Coded):
         return {"error": error}
 
     def named(self, names: Mapping[str, str]) -> "ApiError":
-        """Return a copy that uses the dialect's names for request fields."""
+        """Return a copy that uses the dialect's names for request fields.
+
+        A field that is not supported already has the name that the client gave it.
+        """
+        if self.code == "unsupported_parameter":
+            return self
         field, *rest = self.message.split(" ", 1)
         return ApiError(
             self.status,

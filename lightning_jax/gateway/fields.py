@@ -1,8 +1,6 @@
 """Limits and fields of JSON bodies, with errors that name the invalid field."""
 
-import logging
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -18,14 +16,9 @@ from pydantic_core import PydanticCustomError
 from lightning_jax.engine.types import MAX_TOP_LOGPROBS
 from lightning_jax.gateway.errors import invalid
 
-log = logging.getLogger(__name__)
-
 Body = dict[str, Any]
 F = TypeVar("F", bound="Fields")
 MAX_INT32 = 2**31 - 1
-MAX_NAMED = 5  # unknown fields logged for one body
-MAX_WARNINGS = 100  # unknown fields logged for one dialect
-_warned: defaultdict[str, set[str]] = defaultdict(set)
 MAX_DEPTH = 100  # of nested lists and objects; recursive code can handle it
 
 
@@ -234,30 +227,3 @@ def brief(value: Any) -> str:
 def _is_huge(value: Any) -> bool:
     # Python refuses to print very long integers.
     return isinstance(value, int) and value.bit_length() > 256
-
-
-def warn_unknown(
-    dialect: str, extra: Mapping[str, Any] | None, ignored: Collection[str] = ()
-) -> None:
-    """Log the fields that this server does not know.
-
-    Each field is named once. Only the first few of a body are named, and the others are counted. A
-    dialect gets at most `MAX_WARNINGS` such lines.
-    """
-    if not extra:
-        return
-    unknown = [name for name in extra if name not in ignored]
-    warned = _warned[dialect]
-    fresh = [name for name in (name[:100] for name in unknown[:MAX_NAMED]) if name not in warned]
-    if not fresh or len(warned) >= MAX_WARNINGS:
-        return
-    warned.update(fresh)
-    more = len(unknown) - MAX_NAMED
-    log.warning(
-        "ignoring unknown fields in %s requests: %s%s%s",
-        dialect,
-        ", ".join(map(repr, fresh)),
-        f" and {more} more" if more > 0 else "",
-        "; further unknown fields are not logged" if len(warned) >= MAX_WARNINGS else "",
-        extra={"event": "unknown_fields", "fields": fresh, "num_more": max(0, more)},
-    )

@@ -23,7 +23,7 @@ from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.prompt.grammar import check_size, grammar_of, guarantees_call, may_call
 from lightning_jax.gateway.prompt.render import Generated, Rendered, check_length, render
 from lightning_jax.gateway.prompt.tool_calls import PlainText, ToolCallParser
-from lightning_jax.gateway.prompt.tool_formats import ToolFormat
+from lightning_jax.gateway.prompt.tool_formats import ToolFormat, mark_ids, open_thought
 from lightning_jax.gateway.record import (
     CONTEXT_LENGTH_EXCEEDED,
     Call,
@@ -132,6 +132,7 @@ class Responder:
             rollout,
             rooms,
             grammar,
+            shown_ids=self._shown_ids(request),
             max_logit_biases=self.serve.max_logit_biases,
             max_stop_chars=self.serve.max_stop_chars,
         )
@@ -197,7 +198,10 @@ class Responder:
         The call is recorded however it ends. Raise ApiError if it fails.
         """
         count = len(call.choices)
-        writers = [(self._parser(call.request), AnswerBuilder(i)) for i in range(count)]
+        writers = [
+            (self._parser(call.request, choice.prompt_ids), AnswerBuilder(index))
+            for index, choice in enumerate(call.choices)
+        ]
         waits = rollout.waits if rollout else Waits(self.pauses.now_s)
         try:
             completions = await self._generate(call, writers, running, waits)
@@ -325,15 +329,25 @@ class Responder:
             raise invalid("prompt has no tokens; pass at least 1.", "prompt", reason="empty")
         return ids
 
-    def _parser(self, request: PolicyRequest) -> ToolCallParser | PlainText:
+    def _shown_ids(self, request: PolicyRequest) -> tuple[int, ...]:
+        if request.messages is None:
+            return ()
+        return mark_ids(self.tool_format if may_call(request) else None, self.tokenizer)
+
+    def _parser(
+        self, request: PolicyRequest, prompt_ids: tuple[int, ...]
+    ) -> ToolCallParser | PlainText:
         if not may_call(request):
             return PlainText()
+        is_free = request.output_schema is None  # else a grammar allows no thoughts, and all marks
         return ToolCallParser(
             self.tool_format,
             guaranteed=guarantees_call(request),
             offered={function.name for function in request.functions},
             allowed=request.tool_choice.names or None,
             at_most=None if request.parallel_tool_calls else 1,
+            thought_end=open_thought(prompt_ids, self.tokenizer) if is_free else "",
+            unmarked=is_free,
         )
 
 

@@ -22,6 +22,7 @@ def sampling_params(
     rooms: tuple[int, ...],
     grammar: str | None,
     *,
+    shown_ids: tuple[int, ...] = (),
     max_logit_biases: int,
     max_stop_chars: int,
 ) -> tuple[SamplingParams, ...]:
@@ -56,7 +57,7 @@ def sampling_params(
                 # A filter like top_p. Rollouts that train use only the filters in their settings.
                 min_p=request.min_p if settings is None or settings.top_p is None else 0.0,
                 seed=derive_seed(seed, index) if index else seed,
-                stop=request.stop,
+                stop=() if grammar else request.stop,  # only its grammar ends such an answer
                 logit_bias=biases,
                 presence_penalty=request.presence_penalty,
                 frequency_penalty=request.frequency_penalty,
@@ -64,6 +65,7 @@ def sampling_params(
                 grammar=grammar,
                 ignore_eos=request.ignore_eos,
                 score_prompt=request.score_prompt,
+                shown_ids=shown_ids,
             )
             for index, (room, _) in enumerate(choices)
         )

@@ -262,8 +262,9 @@ class StreamDecoder:
     does not serve: it raises when byte tokens of a byte-fallback vocabulary form no character.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown_ids: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._hidden_ids = tokenizer.special_ids.difference(shown_ids)
         # Decoding restarts from `_context`, the last piece already returned, because some
         # vocabularies write a word's leading space only after another token.
         self._context: list[int] = []
@@ -273,9 +274,9 @@ class StreamDecoder:
     def push(self, token_id: int) -> str:
         """Add a token and return the text that it completes.
 
-        This is "" for special tokens and partial characters.
+        This is "" for partial characters, and for special tokens that are not in `shown_ids`.
         """
-        if token_id in self._tokenizer.special_ids:
+        if token_id in self._hidden_ids:
             return ""
         self._fresh.append(token_id)
         text = self._fresh_text()
@@ -296,10 +297,13 @@ class StreamDecoder:
         return piece
 
     def _fresh_text(self) -> str:
-        before = self._tokenizer.decode(self._context)
-        whole = self._tokenizer.decode(self._context + self._fresh)
+        before = self._decode(self._context)
+        whole = self._decode(self._context + self._fresh)
         # A byte-fallback vocabulary decodes a run of bytes as a whole, so the earlier text may
         # change when fresh tokens follow it.
         if whole.startswith(before):
             return whole[len(before) :]
-        return self._tokenizer.decode(self._fresh)
+        return self._decode(self._fresh)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special=False)  # none of `ids` is hidden

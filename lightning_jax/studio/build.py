@@ -8,8 +8,8 @@ from types import MappingProxyType
 import numpy as np
 
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, ToolCallParser
-from lightning_jax.gateway.prompt.tool_formats import format_of
-from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.gateway.prompt.tool_formats import format_of, mark_ids, open_thought
+from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.rl.packing import common_prefix
 from lightning_jax.rollouts.failures import failures
 from lightning_jax.studio.exchange import is_remote, remote_call
@@ -186,10 +186,11 @@ def _texts(span: Span, num_shared: int, tokenizer: Tokenizer | None) -> _Texts:
     if tokenizer is None:
         return _Texts("", "", ("",) * len(response), ())
     prompt = tuple(span.attributes[attributes.PROMPT_TOKEN_IDS])
+    is_free = attributes.FORCED not in span.attributes  # a grammar leaves no room for thoughts
     return _Texts(
         *split_text(prompt, num_shared, tokenizer),
         token_texts(response, tokenizer),
-        _tool_calls(response, tokenizer),
+        _tool_calls(response, tokenizer, open_thought(prompt, tokenizer) if is_free else ""),
     )
 
 
@@ -221,11 +222,16 @@ def _call(span: Span, number: int, texts: _Texts, transition: Transition | None)
     )
 
 
-def _tool_calls(response: Sequence[int], tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
+def _tool_calls(
+    response: Sequence[int], tokenizer: Tokenizer, thought_end: str
+) -> tuple[tuple[str, str], ...]:
     """Parse the tool calls that the gateway would read from the response if tools were offered."""
-    parser = ToolCallParser(format_of(tokenizer))
+    form = format_of(tokenizer)
+    parser = ToolCallParser(form, thought_end=thought_end)
+    decoder = StreamDecoder(tokenizer, mark_ids(form, tokenizer))
+    text = "".join(map(decoder.push, response)) + decoder.flush()
     calls: list[tuple[str, str]] = []
-    for piece in (*parser.push(tokenizer.decode(response)), *parser.finish()):
+    for piece in (*parser.push(text), *parser.finish()):
         if isinstance(piece, CallStart):
             calls.append((printable(piece.name), ""))
         elif isinstance(piece, CallArguments):

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.grammar import (
+    KEPT_FORMATS,
     GrammarCompiler,
     GrammarError,
     Matcher,
@@ -118,6 +119,31 @@ def test_the_text_of_a_special_token_in_a_schema_is_ordinary_characters():
         assert matcher.forced == token_id
         matcher.push(token_id)
     assert matcher.forced == EOS
+
+
+FORMATS = ("password", "binary", "byte", "path", "uri-reference", "regex", "int32", "", 3, None)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_unknown_format_is_an_annotation_wherever_it_stands(form):
+    text = {"type": "string", "format": form}
+    named = {"format": {"type": "string", "enum": ["x"], "format": form}}  # a property's name
+    whole = {
+        "type": "object",
+        "properties": {"a": text, "b": {"type": "array", "items": text}, **named},
+        "required": ["a", "b", "format"],
+        "$defs": {"format": {"anyOf": [text, {"enum": [{"format": form}]}]}},
+    }
+    for schema in (text, {"anyOf": [text, {"type": "null"}]}):
+        assert accepts('"x y"', grammar(json_schema(schema)))
+    assert accepts('{"a": "", "b": ["x"], "format": "x"}', grammar(json_schema(whole)))
+    assert not accepts('{"a": "", "b": ["x"], "format": "y"}', grammar(json_schema(whole)))
+    assert accepts(json.dumps({"format": form}), grammar(json_schema({"const": {"format": form}})))
+
+
+def test_the_formats_that_are_kept_bind():
+    for form in KEPT_FORMATS:
+        assert not accepts('"no, never"', grammar(json_schema({"type": "string", "format": form})))
 
 
 def test_the_mask_has_the_models_width():

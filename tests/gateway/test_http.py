@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.gateway import fields, offload
+from lightning_jax.gateway import fields, offload, unknown_fields
 from lightning_jax.gateway.dialects.openai_chat import ChatReply
 from lightning_jax.gateway.errors import MAX_MESSAGE, ApiError
 from lightning_jax.gateway.fields import MAX_DEPTH, _without_strings, num_values
 from lightning_jax.gateway.http import Bodies
 from lightning_jax.gateway.offload import INLINE_BYTES, Offload
-from lightning_jax.gateway.prompt.tool_calls import MAX_VALUES, read_arguments
+from lightning_jax.gateway.prompt.call_syntax import MAX_VALUES, read_arguments
 from lightning_jax.gateway.request import check_model
 from lightning_jax.models.tokenizer import Tokenizer
 
@@ -214,15 +214,15 @@ async def test_a_body_that_cannot_be_unpacked_is_refused_and_the_connection_stay
 def test_unknown_fields_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     body = {f"odd_{i}": 1 for i in range(100_000)}
     for _ in range(3):
-        fields.warn_unknown("test_http", body, {"known"})
+        unknown_fields.check_unknown("test_http", body, {"known"})
     (record,) = caplog.records
     assert vars(record)["event"] == "unknown_fields"
-    assert vars(record)["fields"] == [f"odd_{i}" for i in range(fields.MAX_NAMED)]
-    assert vars(record)["num_more"] == 100_000 - fields.MAX_NAMED
+    assert vars(record)["fields"] == [f"odd_{i}" for i in range(unknown_fields.MAX_NAMED)]
+    assert vars(record)["num_more"] == 100_000 - unknown_fields.MAX_NAMED
     assert "odd_0" in record.getMessage() and "\n" not in record.getMessage()
     for i in range(1000):
-        fields.warn_unknown("test_http", {f"other_{i}": 1}, ())
-    assert len(caplog.records) <= fields.MAX_WARNINGS
+        unknown_fields.check_unknown("test_http", {f"other_{i}": 1}, ())
+    assert len(caplog.records) <= unknown_fields.MAX_WARNINGS
 
 
 async def test_closed_offload_takes_no_more_work() -> None:

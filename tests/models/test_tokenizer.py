@@ -45,6 +45,15 @@ def test_streaming_any_ids_gives_the_text_of_all_at_once(ids):
     assert text + stream.flush() == TINY.decode(ids)
 
 
+@given(st.lists(st.integers(0, 258), max_size=40), st.sets(st.integers(256, 258)))
+@settings(max_examples=100, deadline=None)
+def test_special_tokens_that_are_shown_are_part_of_the_streamed_text(ids, shown):
+    stream = StreamDecoder(TINY, shown)
+    text = "".join(stream.push(i) for i in ids)
+    wanted = [i for i in ids if i in shown or i not in TINY.special_ids]
+    assert text + stream.flush() == TINY.decode(wanted, skip_special=False)
+
+
 def test_a_character_of_four_bytes_comes_out_whole():
     stream = StreamDecoder(TINY)
     assert [stream.push(i) for i in TINY.encode("a🙂b")] == ["a", "", "", "", "🙂", "b"]

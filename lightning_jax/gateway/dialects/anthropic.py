@@ -32,6 +32,7 @@ from lightning_jax.gateway.request import (
     PolicyRequest,
     ToolChoice,
 )
+from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.types import Message
 
 # Fields that change nothing here.
@@ -178,7 +179,7 @@ def _count_tokens(body: fields.Body, sender: Sender) -> Any:
 
 def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
     asked = fields.read(MessagesBody, body)
-    fields.warn_unknown("anthropic", asked.model_extra, _IGNORED)
+    check_unknown("anthropic", asked.model_extra, _IGNORED)
     form = (asked.output_config and asked.output_config.format) or asked.output_format
     choice, thinking = asked.tool_choice or Choice(), asked.thinking
     return to_request(
@@ -303,18 +304,10 @@ class MessagesReply(Reply):
             yield _event({"type": "content_block_stop", "index": self._index})
 
     def _stop(self, answer: Answer) -> dict[str, Any]:
-        sequence = None
-        if answer.finish_reason == "stop":
-            sequence = self._stop_sequence(answer)
+        sequence = answer.completion.stop if answer.finish_reason == "stop" else None
         reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
         reason = "stop_sequence" if sequence else reasons[answer.finish_reason]
-        return {"stop_reason": reason, "stop_sequence": sequence}
-
-    def _stop_sequence(self, answer: Answer) -> str | None:
-        """Return the stop sequence that ended the text, from the sampled tokens after the text."""
-        sampled = self.context.tokenizer.decode(answer.completion.token_ids)
-        rest = sampled[len(answer.completion.text) :]
-        return next((stop for stop in self.request.stop if rest.startswith(stop)), None)
+        return {"stop_reason": reason, "stop_sequence": sequence or None}
 
 
 def _models(entries: list[dict[str, str]]) -> dict[str, Any]:

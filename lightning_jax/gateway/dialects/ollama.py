@@ -34,6 +34,7 @@ from lightning_jax.gateway.request import (
     PolicyRequest,
     check_model,
 )
+from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.types import Message
 
 _VERSION = "0.12.11"  # the release whose API this follows, the first with log-probabilities
@@ -130,9 +131,9 @@ def parse_generate(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, Ma
 
 
 def _request(body: OllamaBody, sender: Sender, **more: Any) -> PolicyRequest:
-    fields.warn_unknown("ollama", body.model_extra, _IGNORED)
+    check_unknown("ollama", body.model_extra, _IGNORED)
     options = fields.read(Options, body.options or {})
-    fields.warn_unknown("ollama options", options.model_extra, _IGNORED_OPTIONS)
+    check_unknown("ollama options", options.model_extra, _IGNORED_OPTIONS)
     if options.max_tokens in (-1, -2):  # no limit, or until the context is full
         options.max_tokens = None
     formats: dict[Any, JsonSchema | None] = {None: None, "": None, "json": {}}

@@ -28,6 +28,7 @@ from lightning_jax.gateway.dialects.openai_fields import (
 )
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import JsonSchema, PolicyRequest, ToolChoice
+from lightning_jax.gateway.unknown_fields import check_unknown
 
 
 def _tool_choice(choice: Any) -> ToolChoice | None:
@@ -79,14 +80,13 @@ class ChatBody(ChoiceFields, extra="allow"):
     function_call: Annotated[Any, fields.harmless("none", "auto")] = None
     functions: Annotated[Any, fields.harmless([])] = None
     modalities: Annotated[Any, fields.harmless(["text"])] = None
-    repetition_penalty: Annotated[Any, fields.harmless(1)] = None
     web_search_options: Annotated[Any, fields.harmless()] = None
 
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a chat body. Raise ApiError that names the first invalid field."""
     chat = fields.read(ChatBody, body)
-    fields.warn_unknown("chat", chat.model_extra, IGNORED)
+    check_unknown("chat", chat.model_extra, IGNORED)
     if chat.top_logprobs and not chat.logprobs:
         raise invalid(
             f"top_logprobs is {chat.top_logprobs} but logprobs is not set; set logprobs to true.",

@@ -31,6 +31,7 @@ from lightning_jax.gateway.dialects.openai_fields import (
 )
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import PolicyRequest
+from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -66,7 +67,7 @@ class CompletionsBody(ChoiceFields, extra="allow"):
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a completions body. Raise ApiError naming the first invalid field."""
     asked = fields.read(CompletionsBody, body)
-    fields.warn_unknown("completions", asked.model_extra, IGNORED)
+    check_unknown("completions", asked.model_extra, IGNORED)
     n, echo, logprobs = asked.num_choices or 1, bool(asked.echo), asked.top_logprobs is not None
     if asked.best_of not in (None, n):
         raise invalid(

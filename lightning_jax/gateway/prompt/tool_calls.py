@@ -7,22 +7,24 @@ Text that may become a call is held until the call is complete, because text tha
 client cannot be withdrawn. So a malformed call comes out as plain text. If a grammar guarantees the
 call, its arguments are sent as they are generated.
 
+However the text is split, the pieces are the same. Joined they are the whole text but for the marks
+of calls, blanks between two calls and blanks after the last one.
+
+A call inside a thought (`<think>...</think>`) is text, because the model only considers it. A
+thought begins with its mark at the start of a line, or in the prompt. One that is not closed lasts
+until the end of the answer.
+
 Some models of a family write the object without its marks, or in a fenced block (Qwen2.5-Coder). An
-answer that is nothing else, with the names of offered tools, is calls as well.
+answer that is nothing else but thoughts, with the names of offered tools, is calls as well.
 """
 
-import ast
 import json
 import re
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from lightning_jax.gateway.fields import has_more_values, is_deep
-from lightning_jax.gateway.prompt.tool_formats import ToolFormat
-
-MAX_VALUES = 50_000  # names and values in a call's arguments; longer arguments stay text
+from lightning_jax.gateway.prompt.call_syntax import JsonStrings, parse_calls
+from lightning_jax.gateway.prompt.tool_formats import THOUGHT_MARKS, ToolFormat
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class ToolCallParser:
 
     `guaranteed` means that a grammar constrained the answer. Calls of tools that are not in
     `allowed` (None: all are) and calls beyond `at_most` come out as text and count as malformed.
+    `thought_end` is the closing mark of a thought that the prompt began. Without `unmarked`, JSON
+    without the format's marks is an answer.
     """
 
     def __init__(
@@ -76,14 +80,25 @@ class ToolCallParser:
         offered: Collection[str] | None = None,
         allowed: Collection[str] | None = None,
         at_most: int | None = None,
+        thought_end: str = "",
+        unmarked: bool = True,
     ) -> None:
         self._form, self._offered = form, offered
         self._allowed, self._at_most = allowed, at_most
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._guaranteed = guaranteed
+        self._reads_unmarked = unmarked and bool(self._begin and offered) and not guaranteed
+        self._longest = max(map(len, (self._begin, *dict(THOUGHT_MARKS))))
+        self._marks = {} if guaranteed else dict(THOUGHT_MARKS)
+        self._thought_end = "" if guaranteed else thought_end  # "" outside of thoughts
         self._held = ""
+        self._sought = 0  # no mark that is looked for begins earlier in the held text
+        self._strings = JsonStrings()  # of the held call
         self._inside = False  # the held text follows an opening mark
-        self._text_seen = False  # text other than blanks was emitted
+        self._lead = ""  # that mark, and blanks before it that were not emitted
+        self._text_seen = False  # text other than blanks and thoughts was emitted
+        self._line_starts = True  # only blanks were emitted since the line or the answer began
+        self._after_call = False  # nothing was emitted since the last call
         self._count = 0
         self._stream: _ArgumentsStream | None = None
         self.malformed = 0
@@ -95,56 +110,129 @@ class ToolCallParser:
 
     def finish(self) -> list[Piece]:
         """Return the remaining pieces at the end of the text."""
+        pieces: list[Piece] = []
+        while self._held or self._inside:
+            pieces += [*self._settle(), *self._advance()]
+        return pieces
+
+    def _settle(self) -> Iterator[Piece]:
+        """Decide about held text that no more text follows, at least about its beginning."""
+        held, self._held, inside, self._inside = self._held, "", self._inside, False
+        self._sought = 0
         if self._stream:
-            pieces, self._held = self._stream.push(self._held)[0], ""
-            return pieces
-        held, self._held = self._held, ""
-        if self._guaranteed or not (held or self._inside):
-            return []  # the end of a guaranteed call is not text
-        if not self._begin and self._may_be_bare(held):
-            return self._calls_or_text(held, held)
-        if self._may_be_unmarked(held):
-            return self._unmarked(held)
-        if self._inside:  # the closing mark is missing, but the call may be complete
-            return self._calls_or_text(held, self._begin + held)
-        return [TextPiece(held)]
+            yield from self._stream.push(held)[0]
+        elif self._guaranteed:
+            if self._begin.startswith(held) or _TAIL.sub("", held) in ("", *_starts(self._end)):
+                return  # part of the marks
+            yield from self._text(self._lead + held)
+        elif inside:  # the closing mark is missing, or stands in what looks like a string
+            at = held.find(self._end)
+            if at < 0 or parse_calls(held, self._form):
+                yield from self._calls_or_text(held, self._lead + held)
+            else:
+                self._held = held
+                yield from self._close(at)
+        elif self._thought_end:
+            yield TextPiece(held)
+        elif self._is_bare(held):
+            yield from self._calls_or_text(held, held)
+        elif self._may_be_unmarked(held):
+            yield from self._unmarked(held)
+        elif held.strip() or not self._after_call:
+            yield from self._text(held)
 
     def _advance(self) -> Iterator[Piece]:
-        if not self._begin:
-            yield from self._advance_bare()
-            return
         while self._held:
-            before = self._held
-            yield from self._advance_inside() if self._inside else self._advance_outside()
-            if self._held == before:
+            before = (len(self._held), self._inside, self._thought_end)
+            if self._thought_end:
+                yield from self._advance_thought()
+            elif self._guaranteed and (self._inside or not self._begin):
+                yield from self._advance_stream()
+            elif self._inside:
+                yield from self._advance_inside()
+            else:
+                yield from self._advance_outside()
+            if before == (len(self._held), self._inside, self._thought_end):
                 return
+
+    def _text(self, text: str) -> Iterator[Piece]:
+        if not text:
+            return
+        self._text_seen = self._text_seen or bool(text.strip())
+        _, is_broken, line = text.rpartition("\n")
+        self._line_starts = bool(is_broken or self._line_starts) and not line.strip()
+        self._after_call = False
+        yield TextPiece(text)
+
+    def _advance_thought(self) -> Iterator[Piece]:
+        """Emit a thought up to its end, or up to the possible start of its closing mark."""
+        held, mark = self._held, self._thought_end
+        at = held.find(mark)
+        end = at + len(mark) if at >= 0 else len(held) - _overlap(held, mark)
+        if end:
+            yield TextPiece(held[:end])
+        self._held = held[end:]
+        if at >= 0:
+            self._thought_end, self._line_starts, self._after_call = "", True, False
 
     def _advance_outside(self) -> Iterator[Piece]:
         """Emit text up to an opening mark, or up to the possible start of one."""
-        at = self._held.find(self._begin)
-        if at < 0 and self._may_be_unmarked(self._held):
+        held = self._held
+        if self._is_bare(held):
             return
-        if at >= 0:
-            text, self._held = self._held[:at], self._held[at + len(self._begin) :]
-            self._inside = True
+        at, mark = self._opening()
+        if mark in self._marks:
+            yield from self._text(held[:at])
+            self._thought_end, self._held, self._sought = self._marks[mark], held[at:], 0
+        elif mark:
+            is_markup = self._after_call and not held[:at].strip()
+            self._lead, self._strings = held[: at + len(mark)] if is_markup else mark, JsonStrings()
+            if not is_markup:
+                yield from self._text(held[:at])
+            self._held, self._inside, self._sought = held[at + len(mark) :], True, 0
+        elif self._may_be_unmarked(held):
+            self._sought = max(0, len(held) - self._longest)
         else:
-            keep = _overlap(self._held, self._begin)
-            text, self._held = self._held[: len(self._held) - keep], self._held[-keep:] * bool(keep)
-        # Whitespace between two calls is markup.
-        if text and not (self._count and not text.strip()):
-            self._text_seen = True
-            yield TextPiece(text)
+            self._sought = 0
+            end = len(held) - max(_overlap(held, mark) for mark in (self._begin, *self._marks))
+            if held[:end].strip() or not self._after_call:  # blanks may be markup
+                self._held = held[end:]
+                yield from self._text(held[:end])
+
+    def _opening(self) -> tuple[int, str]:
+        """Return the place and text of the first opening mark. The text is "" without one."""
+        found = [(at, mark) for mark in self._marks if (at := self._thought_at(mark)) >= 0]
+        if self._begin and (at := self._held.find(self._begin, self._sought)) >= 0:
+            found.append((at, self._begin))
+        return min(found, default=(0, ""))
+
+    def _thought_at(self, mark: str) -> int:
+        """Return where the mark first stands at the start of a line, or -1."""
+        held, at = self._held, self._held.find(mark, self._sought)
+        while at >= 0:
+            _, is_broken, line = held[:at].rpartition("\n")
+            if (is_broken or self._line_starts) and not line.strip():
+                return at
+            at = held.find(mark, at + 1)
+        return -1
 
     def _advance_inside(self) -> Iterator[Piece]:
-        if self._guaranteed:
-            yield from self._advance_stream()
-            return
-        at = self._held.find(self._end)
-        if at < 0:
-            return
+        """Read a call once its closing mark is there. A mark inside a string is part of it."""
+        at = self._held.find(self._end, self._sought)
+        while at >= 0 and self._strings.contain(self._held, at):
+            at = self._held.find(self._end, at + len(self._end))
+        if at >= 0:
+            yield from self._close(at)
+        else:
+            self._sought = max(0, len(self._held) - len(self._end) + 1)
+
+    def _close(self, at: int) -> Iterator[Piece]:
+        """Read the held call, which ends at `at`. If it is malformed, its first mark ends it."""
+        self._inside, self._sought = False, 0
+        if not parse_calls(self._held[:at], self._form):
+            at = self._held.find(self._end)
         body, self._held = self._held[:at], self._held[at + len(self._end) :]
-        self._inside = False
-        yield from self._calls_or_text(body, f"{self._begin}{body}{self._end}")
+        yield from self._calls_or_text(body, f"{self._lead}{body}{self._end}")
 
     def _advance_stream(self) -> Iterator[Piece]:
         """Emit a guaranteed call: its name once it is known, then its arguments as they arrive."""
@@ -156,12 +244,12 @@ class ToolCallParser:
             yield CallStart(self._count, json.loads(head[1]))
             self._stream = _ArgumentsStream(self._count)
             self._count += 1
-            self._held = self._held[head.end() :]
+            self._held, self._lead = self._held[head.end() :], ""
         pieces, rest = self._stream.push(self._held)
         yield from pieces
         self._held = rest
         if self._stream.done:
-            self._stream = None
+            self._stream, self._after_call = None, True
 
     def _skip_tail(self) -> None:
         """Skip the closing mark of a guaranteed call, or of a list of them."""
@@ -169,21 +257,13 @@ class ToolCallParser:
             self._held = self._held[at + len(self._end) :]
             self._inside = False
 
-    def _advance_bare(self) -> Iterator[Piece]:
-        """Advance in a format without marks, in which a whole answer is either calls or text."""
-        if self._guaranteed:
-            while self._held:
-                before = self._held
-                yield from self._advance_stream()
-                if self._held == before:
-                    return
-        elif self._text_seen or not self._may_be_bare(self._held):
-            text, self._held = self._held, ""
-            self._text_seen = True
-            if text:
-                yield TextPiece(text)
+    def _is_bare(self, text: str) -> bool:
+        """Return True if the answer so far may be calls in a format without marks.
 
-    def _may_be_bare(self, text: str) -> bool:
+        In such a format a whole answer is either calls or text, but for its thoughts.
+        """
+        if self._begin or self._text_seen:
+            return False
         begun = text.lstrip()
         return not begun or any(
             begun.startswith(start) or start.startswith(begun) for start in self._form.starts
@@ -191,29 +271,31 @@ class ToolCallParser:
 
     def _may_be_unmarked(self, text: str) -> bool:
         """Return True if the answer so far may be calls of offered tools without their marks."""
-        is_first = not (self._text_seen or self._count or self._inside or self._guaranteed)
-        return is_first and bool(self._begin and self._offered and _UNMARKED.fullmatch(text))
+        is_first = not (self._text_seen or self._count)
+        return self._reads_unmarked and is_first and bool(_UNMARKED.fullmatch(text))
 
-    def _unmarked(self, text: str) -> list[Piece]:
-        """Return the calls of a whole answer, or all of it as text."""
+    def _unmarked(self, text: str) -> Iterator[Piece]:
+        """Emit the calls of a whole answer, or all of it as text."""
         calls = parse_calls(_without_fence(text), self._form, needs_arguments=True)
         if not calls or not self._knows(calls):
-            return [TextPiece(text)]
-        return self._calls_or_text(_without_fence(text), text)
+            yield from self._text(text)
+        else:
+            yield from self._calls_or_text(_without_fence(text), text)
 
-    def _calls_or_text(self, body: str, as_text: str) -> list[Piece]:
+    def _calls_or_text(self, body: str, as_text: str) -> Iterator[Piece]:
         calls = parse_calls(body, self._form)
-        if calls and not self._begin and not self._knows(calls):
-            return [TextPiece(as_text)]  # without marks, an object with a name may be an answer
-        if not calls or not self._may(calls):
-            if calls or _looks_like_call(body) or self._begin:
+        # Without marks, an object with a name may be an answer.
+        is_known = bool(self._begin) or self._knows(calls)
+        if not (calls and is_known and self._may(calls)):
+            if is_known and (calls or self._begin or '"name"' in body):
                 self.malformed += 1
-            return [TextPiece(as_text)]
-        pieces: list[Piece] = []
+            yield from self._text(as_text)
+            return
         for name, arguments in calls:
-            pieces += [CallStart(self._count, name), CallArguments(self._count, arguments)]
+            yield CallStart(self._count, name)
+            yield CallArguments(self._count, arguments)
             self._count += 1
-        return pieces
+        self._after_call = self._line_starts = True
 
     def _knows(self, calls: Sequence[tuple[str, str]]) -> bool:
         return self._offered is None or all(name in self._offered for name, _ in calls)
@@ -222,6 +304,13 @@ class ToolCallParser:
         if self._at_most is not None and self._count + len(calls) > self._at_most:
             return False
         return self._allowed is None or all(name in self._allowed for name, _ in calls)
+
+
+_TAIL = re.compile(r"^[\s,;\]]+")  # of a guaranteed call, before its closing mark
+
+
+def _starts(mark: str) -> Iterator[str]:
+    return (mark[:n] for n in range(1, len(mark) + 1))
 
 
 # Start of an answer that may be calls alone: a JSON object, also in a fenced block.
@@ -285,111 +374,11 @@ class _ArgumentsStream:
             self._depth -= 1
 
 
-def parse_calls(
-    body: str, form: ToolFormat, *, needs_arguments: bool = False
-) -> list[tuple[str, str]]:
-    """Return (name, arguments as JSON text) of each call, or [] if any part of the text is not a
-    call.
-
-    With `needs_arguments`, neither is an object without them.
-    """
-    text = body.strip().removeprefix("<|python_tag|>").strip()
-    if form.pythonic and text.startswith("["):
-        return _python_calls(text)
-    decoder = json.JSONDecoder()
-    found: list[Any] = []
-    while text:
-        try:
-            value, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError):
-            return []
-        found += value if isinstance(value, list) else [value]
-        if needs_arguments and not all(_has_arguments(value) for value in found):
-            return []
-        text = text[end:].lstrip(" \n\r\t;,")
-    calls = [_call(value) for value in found]
-    return [call for call in calls if call] if all(calls) else []
-
-
-def _has_arguments(value: Any) -> bool:
-    return isinstance(value, dict) and bool({"arguments", "parameters"} & value.keys())
-
-
-def _call(value: Any) -> tuple[str, str] | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the object as a JSON string
-        arguments = read_arguments(arguments)
-    text = _as_json(arguments) if isinstance(arguments, dict) else None
-    return None if text is None else (value["name"], text)
-
-
-def read_arguments(text: str) -> Any:
-    """Return the value of JSON text, or the text itself if it cannot be used.
-
-    It cannot if it is not JSON, nests too deep, or has more than MAX_VALUES names and values.
-    """
-    # A lone surrogate cannot be encoded, and does not matter for the count.
-    if len(text) > MAX_VALUES and has_more_values(text.encode(errors="replace"), MAX_VALUES):
-        return text
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return text if is_deep(value) else value
-
-
-def _as_json(arguments: dict[str, Any]) -> str | None:
-    """Return arguments as JSON text, or None if they nest too deep or JSON cannot express them.
-
-    Python reads values that JSON cannot express: NaN, 1e999, half a surrogate pair.
-    """
-    if is_deep(arguments):
-        return None
-    try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except ValueError:
-        return None
-    return text
-
-
-def _python_calls(text: str) -> list[tuple[str, str]]:
-    """Return the calls in `[f(a=1), g(b="x")]`, parsed as syntax and never run."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # such as "\\d" in a string
-            tree = ast.parse(text, mode="eval").body
-        nodes = tree.elts if isinstance(tree, ast.List) else []
-        calls = [_python_call(node) for node in nodes]
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-        return []
-    return [call for call in calls if call] if all(calls) else []
-
-
-def _python_call(node: ast.expr) -> tuple[str, str] | None:
-    if not isinstance(node, ast.Call) or node.args:
-        return None
-    name = ast.unparse(node.func)
-    if not re.fullmatch(r"[\w.]+", name):
-        return None
-    arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            return None
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    text = _as_json(arguments)
-    return None if text is None else (name, text)
-
-
-def _looks_like_call(text: str) -> bool:
-    return '"name"' in text
-
-
 def _overlap(text: str, mark: str) -> int:
     """Return the length of the longest suffix of `text` that is a prefix of `mark`, but not all of
     it.
     """
+    if mark[:1] not in text[-len(mark) :]:
+        return 0  # quickly, because most text has no mark
     lengths = range(min(len(text), len(mark) - 1), 0, -1)
     return next((n for n in lengths if mark.startswith(text[-n:])), 0)

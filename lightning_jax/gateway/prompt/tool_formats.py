@@ -58,7 +58,38 @@ LLAMA3 = ToolFormat(
     pythonic=True,
 )
 
+# Opening and closing marks of thoughts, by model family. No opening mark starts another one.
+THOUGHT_MARKS = (
+    ("<think>", "</think>"),  # Qwen, DeepSeek, SmolLM3 and most others
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),  # Mistral
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
+)
+
 FORMATS = {form.name: form for form in (HERMES, SMOLLM, LLAMA3)}
+
+
+def mark_ids(form: ToolFormat | None, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the special tokens that are marks of thoughts, or of a format's calls.
+
+    The parser needs their text, which a client does not get of other special tokens.
+    """
+    calls = (form.begin, form.end, *form.starts) if form else ()
+    marks = [*calls, *(mark for pair in THOUGHT_MARKS for mark in pair)]
+    ids = {tokenizer.token_id(mark.strip()) for mark in marks}
+    return tuple(sorted((tokenizer.special_ids & ids) - tokenizer.eos_ids))
+
+
+def open_thought(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the closing mark of the thought that a prompt ends in, or "" if it ends in none."""
+    longest = max(len(begin) for begin, _ in THOUGHT_MARKS)
+    # A mark has at most a token for each byte, and blanks may follow it.
+    tail = tokenizer.decode(prompt_ids[-longest - 4 :], skip_special=False).rstrip()
+    return next((end for begin, end in THOUGHT_MARKS if tail.endswith(begin)), "")
+
 
 # Markers in a chat template that identify the model family.
 _SIGNS = (("<tool_call>", HERMES), ("<|start_header_id|>", LLAMA3))

@@ -35,15 +35,16 @@ def _parse(**fields: Any) -> PolicyRequest:
     return parse(BODY | fields, SENDER)[0]
 
 
-def _answer(text: str, *calls: tuple[str, str], sampled: str = "", **fields: Any) -> Answer:
+def _answer(text: str, *calls: tuple[str, str], **fields: Any) -> Answer:
     builder = AnswerBuilder(0)
     builder.add([TextPiece(text)], None)
     for index, (name, arguments) in enumerate(calls):
         builder.add([CallStart(index, name), CallArguments(index, arguments)], None)
-    ids = tuple(tiny_tokenizer().encode(sampled or text or "x"))
+    ids = tuple(tiny_tokenizer().encode(text or "x"))
     zeros = (0.0,) * len(ids)
-    reason = fields.get("reason", "stop")
-    return builder.answer((1, 2), Completion(ids, text, zeros, zeros, (0,) * len(ids), reason))
+    reason, stop = fields.get("reason", "stop"), fields.get("stop", "")
+    completion = Completion(ids, text, zeros, zeros, (0,) * len(ids), reason, stop=stop)
+    return builder.answer((1, 2), completion)
 
 
 def _reply(**fields: Any) -> Any:
@@ -107,8 +108,8 @@ def test_an_answer_that_comes_back_is_the_message_it_was() -> None:
 
 def test_which_stop_sequence_it_was() -> None:
     reply = _reply(stop_sequences=["xx", "EN", "D"])
-    for sampled, sequence in (("ab", None), ("abEND", "EN"), ("abDEN", "D")):
-        message = reply.body([_answer("ab", sampled=sampled)])
+    for sequence in (None, "EN", "D"):
+        message = reply.body([_answer("ab", stop=sequence or "")])
         reason = "stop_sequence" if sequence else "end_turn"
         assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
     cut = reply.body([_answer("", ("run", '{"a": tr'), reason="length")])

@@ -147,6 +147,31 @@ async def test_a_demanded_schema_is_kept(bench: Bench, connect: Connect) -> None
         assert reply.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_stop_strings_do_not_cut_a_guaranteed_answer(bench: Bench, path: str) -> None:
+    stops = ["{", '"city"', "}", "Rome", "Oslo", "weather", ", "]
+    body: dict[str, Any] = {"model": "policy", "messages": ASK, "max_tokens": 200}
+    if path == "/v1/messages":
+        tool = {"name": "weather", "input_schema": PARAMETERS}
+        called = {"tools": [tool], "stop_sequences": stops}
+        called["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+        _, reply, _ = await bench.post(body | called, path=path)
+        assert (reply["stop_reason"], reply["stop_sequence"]) == ("tool_use", None)
+        assert set(reply["content"][0]["input"]) == {"city", "days"}
+        return
+    called = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    _, reply, _ = await bench.post(body | called | {"stop": stops})
+    (choice,) = reply["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert set(json.loads(call["function"]["arguments"])) == {"city", "days"}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+    _, reply, _ = await bench.post(body | {"response_format": form, "stop": stops})
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert set(json.loads(choice["message"]["content"])) == {"city", "days"}
+
+
 async def test_a_schema_that_cannot_be_kept_is_refused(bench: Bench) -> None:
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "unicorn"}}}
     body = {"model": "policy", "messages": ASK, "response_format": bad}

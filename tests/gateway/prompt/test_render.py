@@ -1,5 +1,6 @@
 """Tests that prompts extend the sampled path token for token, and that messages are checked."""
 
+import json
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.messages import normalize_messages
+from lightning_jax.gateway.prompt.call_syntax import parse_calls
 from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render
-from lightning_jax.gateway.prompt.tool_formats import format_of
+from lightning_jax.gateway.prompt.tool_formats import HERMES, format_of
 from lightning_jax.models.chat_template import TemplateError, with_defaults
 from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
 from lightning_jax.models.tokenizer import Tokenizer
@@ -227,6 +229,18 @@ def test_a_bad_message_is_named(message: Any, key: str, reason: str) -> None:
         normalize_messages([USER, message])
     assert (caught.value.key, caught.value.reason) == (key, reason)
     assert key in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", ["", "  ", "null", None, {}, " {} "])
+def test_every_spelling_of_no_arguments_is_an_empty_object(arguments: Any) -> None:
+    def ids(**function: Any) -> tuple[int, ...]:
+        call = TOOL_CALL | {"function": {"name": "run", **function}}
+        asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return render([{"role": "user", "content": "?"}, asked], None, TOKENIZER).token_ids
+
+    assert ids(arguments=arguments) == ids(arguments="{}") == ids()
+    written = json.dumps({"name": "f", "arguments": arguments})
+    assert parse_calls(written, HERMES) == [("f", "{}")]
 
 
 def test_no_messages_are_no_prompt() -> None:

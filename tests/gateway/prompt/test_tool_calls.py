@@ -7,16 +7,20 @@ from collections.abc import Collection
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
+from lightning_jax.engine.response import Response, SampledToken
+from lightning_jax.engine.types import SamplingParams
+from lightning_jax.gateway.prompt.call_syntax import JsonStrings, parse_calls
 from lightning_jax.gateway.prompt.tool_calls import (
     CallArguments,
     CallStart,
     Piece,
     TextPiece,
     ToolCallParser,
-    parse_calls,
 )
 from lightning_jax.gateway.prompt.tool_formats import (
     FORMATS,
@@ -25,9 +29,12 @@ from lightning_jax.gateway.prompt.tool_formats import (
     SMOLLM,
     ToolFormat,
     format_of,
+    mark_ids,
+    open_thought,
 )
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.tiny_tokenizer import tiny_tokenizer
+from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 CALLS: list[tuple[str, Any]] = [
     ("f", {"a": 1, "b": ["}", '"', "\\"]}),
@@ -258,3 +265,236 @@ def test_a_format_can_be_named() -> None:
     assert format_of(tokenizer) is SMOLLM
     chosen = pickle.loads(pickle.dumps(tokenizer.with_chat(tool_format="llama3")))
     assert format_of(chosen) is LLAMA3
+
+
+BLANK = ["\n", "\n\n\n", " ", "    "]
+TEXTS = ["I called f.", "1. wait", "a < b", "<tool_", "</tool_call", "</think>", "<think", "{x}"]
+THOUGHTS = ["<think>\nMaybe {call}? No.\n</think>", "<think></think>", "[THINK]\n{call}[/THINK]"]
+VALUES = ["</tool_call>", "<tool_call>", "<think>", "</think>", '"', "\\", "}{", "ü", "x\n<think>"]
+
+arguments = st.dictionaries(st.sampled_from("ab"), st.lists(st.sampled_from(VALUES)).map("".join))
+named = st.tuples(st.sampled_from("fg"), arguments)
+parts = st.lists(
+    st.one_of(
+        st.lists(st.sampled_from(BLANK + TEXTS), min_size=1).map("".join),
+        st.sampled_from(THOUGHTS),
+        named,
+    ),
+    max_size=6,
+)
+
+
+def _expected(
+    answer: list[str | tuple[str, Any]], form: ToolFormat
+) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Return an answer as the model writes it, and the text and calls that a client gets."""
+    sampled = shown = held = ""
+    after_call = False
+    calls: list[tuple[str, Any]] = []
+    for part in answer:
+        if isinstance(part, tuple):
+            sampled += form.write([part])
+            shown, held = shown + held * bool(not after_call or held.strip()), ""
+            after_call = True
+            calls.append(part)
+        else:
+            if part.startswith(("<think>", "[THINK]")):
+                part = part.replace("{call}", form.write([("f", {})]))
+                part = f"\n{part}"  # at the start of a line
+                shown, held, after_call = shown + held + part, "", False
+            else:
+                held += part
+            sampled += part
+    return sampled, shown + held * bool(not after_call or held.strip()), calls
+
+
+@pytest.mark.parametrize("form", [HERMES, SMOLLM], ids=["hermes", "smollm"])
+@given(answer=parts, cuts=cuts)
+def test_any_split_gives_the_same_and_no_byte_is_lost(
+    form: ToolFormat, answer: list[str | tuple[str, Any]], cuts: list[int]
+) -> None:
+    sampled, shown, calls = _expected(answer, form)
+    assert _whole(_run(sampled, form, cuts, offered={"f", "g"})) == (shown, calls)
+    letters = list(range(len(sampled) + 1))
+    assert _whole(_run(sampled, form, letters, offered={"f", "g"})) == (shown, calls)
+
+
+BROKEN = ['{"name": "f, "arguments": {}}', '{"a": "', "", '\\"', '{"name": "f"} x', '"<tool_call>"']
+
+
+@pytest.mark.parametrize("body", BROKEN)
+@given(cuts=cuts)
+def test_a_broken_call_ends_at_its_first_mark_and_hides_no_later_one(
+    body: str, cuts: list[int]
+) -> None:
+    broken, call = f"<tool_call>{body}</tool_call>", HERMES.write([("f", {"a": 1})])
+    assert _whole(_run(broken, HERMES, cuts)) == (broken, [])
+    assert _whole(_run(f"{broken} {call}\n", HERMES, cuts)) == (f"{broken} ", [("f", {"a": 1})])
+    assert _whole(_run(f"{call} {broken}\n", HERMES, cuts)) == (f" {broken}\n", [("f", {"a": 1})])
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@given(cuts=cuts)
+def test_calls_in_a_thought_are_text_and_those_after_it_are_calls(
+    form: ToolFormat, cuts: list[int]
+) -> None:
+    rejected, call = form.write([("g", {})]), form.write([("f", {"a": 1})])
+    thought = f"<think>\nMaybe\n{rejected}? No.\n</think>"
+    found = _whole(_run(f"{thought}{call}", form, cuts, offered={"f", "g"}))
+    assert found == (thought, [("f", {"a": 1})])
+    # The prompt may have opened it, and the answer may not close it.
+    _, _, rest = thought.partition("<think>")
+    for text, wanted in ((f"{rest}{call}", (rest, [("f", {"a": 1})])), (rejected, (rejected, []))):
+        parser = ToolCallParser(form, thought_end="</think>")
+        pieces = [piece for letter in text for piece in parser.push(letter)]
+        assert _whole(pieces + parser.finish()) == wanted
+        assert parser.malformed == 0
+
+
+@pytest.mark.parametrize("text", CODER)
+@given(cuts=cuts)
+def test_unmarked_calls_may_follow_a_thought(text: str, cuts: list[int]) -> None:
+    thought = "<think>\nhm\n</think>"
+    assert _whole(_run(thought + text, HERMES, cuts, offered={"f"})) == (thought, [("f", {"a": 1})])
+
+
+def test_a_mark_within_a_line_begins_no_thought() -> None:
+    text = f"Write <think> first.{HERMES.write([('f', {})])}"
+    assert _whole(_run(text, HERMES, [])) == ("Write <think> first.", [("f", {})])
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@given(length=st.integers(0, 90))
+def test_a_guaranteed_call_that_is_cut_early_is_text_or_a_call(
+    form: ToolFormat, length: int
+) -> None:
+    whole = form.write([("f", {"a": "</tool_call>"}), ("g", {})])
+    sampled = whole[:length]
+    pieces = _run(sampled, form, list(range(90)), guaranteed=True)
+    text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+    assert sampled.endswith(text)  # the beginning of a call without its name
+    if '{"' in sampled:
+        assert text or any(isinstance(piece, CallStart) for piece in pieces)
+
+
+@given(cuts=cuts)
+def test_a_list_of_json_calls_is_calls_where_python_is_read_too(cuts: list[int]) -> None:
+    text = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+    assert _whole(_run(text, LLAMA3, cuts, offered={"f", "g"})) == (
+        "",
+        [("f", {"a": 1}), ("g", {})],
+    )
+    answer = '[{"name": "Alice", "age": 3}]'
+    assert _whole(_run(answer, LLAMA3, cuts, offered={"f"})) == (answer, [])
+
+
+def _with_marks(special: bool) -> Tokenizer:
+    """Return a tokenizer in which marks are tokens."""
+    backend = tokenizers.Tokenizer.from_str(tiny_tokenizer().to_json())
+    marks = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "<other>"]
+    backend.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
+    return Tokenizer(backend, eos_ids=tiny_tokenizer().eos_ids)
+
+
+def _respond(
+    ids: list[int], tokenizer: Tokenizer, form: ToolFormat, num_together: int
+) -> tuple[str, list[tuple[str, Any]]]:
+    """Return the text and calls of sampled tokens, whose text is read in larger pieces."""
+    sampling = SamplingParams(shown_ids=mark_ids(form, tokenizer))
+    decoder = StreamDecoder(tokenizer, sampling.shown_ids)
+    response = Response(decoder, tokenizer.eos_ids, sampling, len(ids))
+    texts = [response.push(SampledToken(i, 0.0, 0.0, 0.0, 0))[0].text for i in ids]
+    assert [token.token_id for token in response.tokens] == ids
+    parser = ToolCallParser(form, offered={"f", "g"})
+    groups = range(0, len(texts), num_together)
+    pieces = [p for at in groups for p in parser.push("".join(texts[at : at + num_together]))]
+    return _whole(pieces + parser.finish())
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
+@given(answer=parts, num_together=st.integers(1, 50))
+def test_marks_may_be_special_tokens(
+    special: bool, answer: list[str | tuple[str, Any]], num_together: int
+) -> None:
+    tokenizer = _with_marks(special)
+    sampled, shown, calls = _expected(answer, HERMES)
+    ids = [*tokenizer.encode(sampled), *tokenizer.eos_ids]
+    assert _respond(ids, tokenizer, HERMES, num_together) == (shown, calls)
+
+
+def test_other_special_tokens_stay_hidden() -> None:
+    tokenizer = _with_marks(special=True)
+    call = '{"name": "f", "parameters": {"a": 1}}'
+    ids = tokenizer.encode(f"<other><|python_tag|>{call}<|im_end|>")
+    assert _respond(ids, tokenizer, LLAMA3, 1) == ("", [("f", {"a": 1})])
+    ids = tokenizer.encode("a<other>b <tool_call>")
+    assert _respond(ids, tokenizer, HERMES, 1) == ("ab <tool_call>", [])
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
+def test_a_prompt_may_end_in_a_thought(special: bool) -> None:
+    for tokenizer in (tiny_tokenizer(), _with_marks(special)):
+        for prompt, end in (
+            ("<|im_start|>assistant\n<think>\n", "</think>"),
+            ("[THINK]", "[/THINK]"),
+            ("<think>\n\n</think>\n\n", ""),
+            ("<think> aloud", ""),
+            ("", ""),
+        ):
+            assert open_thought(tokenizer.encode(prompt), tokenizer) == end
+
+
+@given(
+    text=st.lists(st.sampled_from(['"', "\\", "a", "{", "é"]), max_size=20).map("".join),
+    places=st.lists(st.integers(0, 20)),
+)
+def test_strings_of_json_are_found_in_pieces(text: str, places: list[int]) -> None:
+    strings = JsonStrings()
+    for place in sorted(place for place in places if place <= len(text)):
+        is_open = escaped = False
+        for character in text[:place]:
+            if not is_open and character == "\\":
+                return  # not JSON: nothing is asked after it
+            is_open ^= character == '"' and not escaped
+            escaped = is_open and character == "\\" and not escaped
+        assert strings.contain(text[:place], place) == strings.contain(text, place) == is_open
+
+
+SOUP = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "[THINK]",
+        "<|python_tag|>",
+        "```json\n",
+    ),
+    *('{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {"a": "', '"}}', "[f(a=1)]"),
+    *("[", "]", "{", '"', "\\", "\n", " ", "```", "json\n", "a", "<", "; ", '{"name": "x"}'),
+]
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("guaranteed", [False, True])
+@given(text=st.lists(st.sampled_from(SOUP), max_size=14).map("".join), cuts=cuts)
+def test_any_text_is_read_the_same_in_every_split(
+    form: ToolFormat, guaranteed: bool, text: str, cuts: list[int]
+) -> None:
+    def read(cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
+        shown, calls = "", []
+        for piece in _run(text, form, cuts, guaranteed, {"f"}):
+            match piece:
+                case TextPiece():
+                    shown += piece.text
+                case CallStart():
+                    calls.append((piece.name, ""))
+                case CallArguments():
+                    name, before = calls[piece.index]
+                    calls[piece.index] = (name, before + piece.text)
+        return shown, calls
+
+    whole = read([])
+    assert whole == read(cuts) == read(list(range(len(text) + 1)))
+    if not (whole[1] or guaranteed):
+        assert whole[0] == text

@@ -20,8 +20,9 @@ from lightning_jax.gateway.dialects.gemini.input import Config, CountBody, Gemin
 from lightning_jax.gateway.dialects.messages import whole_calls
 from lightning_jax.gateway.dialects.openai_fields import MIN_LOGPROB
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import Body, read, warn_unknown
+from lightning_jax.gateway.fields import Body, read
 from lightning_jax.gateway.request import NO_THINKING, PolicyRequest
+from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.models.tokenizer import Tokenizer
 
 _STATUSES = {
@@ -46,9 +47,9 @@ def parse(body: Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
 
 def _request(body: Body, sender: Sender) -> PolicyRequest:
     asked = read(GeminiBody, body)
-    warn_unknown("gemini", asked.model_extra)
+    check_unknown("gemini", asked.model_extra)
     config = read(Config, asked.generation_config or {})
-    warn_unknown("gemini generationConfig", config.model_extra)
+    check_unknown("gemini generationConfig", config.model_extra)
     return to_request(
         "gemini",
         config,

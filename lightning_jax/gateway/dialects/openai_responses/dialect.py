@@ -36,6 +36,7 @@ from lightning_jax.gateway.dialects.openai_responses.output import Output
 from lightning_jax.gateway.dialects.openai_responses.saved import LISTINGS, LOGPROBS, saved
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import MAX_TOOLS, PolicyRequest, ToolChoice
+from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.types import Message
 
 _IGNORED = {"max_tool_calls", "stream_options", "prompt_cache_options", *IGNORED}
@@ -103,7 +104,7 @@ class ResponsesBody(OpenAIFields, extra="allow"):
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a responses body. Raise ApiError that names the first invalid field."""
     asked = fields.read(ResponsesBody, body)
-    fields.warn_unknown("responses", asked.model_extra, _IGNORED)
+    check_unknown("responses", asked.model_extra, _IGNORED)
     conversation = (*_previous(asked.previous_response_id, sender), *input_messages(asked.input))
     instructions = asked.instructions
     system = () if instructions is None else ({"role": "system", "content": instructions},)
