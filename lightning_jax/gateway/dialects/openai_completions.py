@@ -67,7 +67,9 @@ class CompletionsBody(ChoiceFields, extra="allow"):
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a completions body. Raise ApiError naming the first invalid field."""
     asked = fields.read(CompletionsBody, body)
-    check_unknown("completions", asked.model_extra, IGNORED)
+    # An echoed prompt has its special tokens in any case.
+    shown = ("skip_special_tokens",) if asked.echo else ()
+    check_unknown("completions", asked.model_extra, (*IGNORED, *shown))
     n, echo, logprobs = asked.num_choices or 1, bool(asked.echo), asked.top_logprobs is not None
     if asked.best_of not in (None, n):
         raise invalid(
