@@ -36,6 +36,7 @@ from lightning_jax.gateway.leases import LeaseQueue
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.pauses import Pauses
+from lightning_jax.gateway.prompt.habits import habits_of
 from lightning_jax.gateway.prompt.tool_formats import format_of
 from lightning_jax.gateway.remote import RemoteEngine
 from lightning_jax.gateway.request import POLICY
@@ -144,6 +145,8 @@ class Gateway:
         self._local_url = local_url(address)
         self._url = (self._serve.public_url or reachable_url(address)).rstrip("/")
         log.info("serving %s at %s", self.model_name, self._url)
+        if (tokenizer := self.engine.tokenizer).template is not None:
+            log.info("%s", habits_of(tokenizer).describe())
         if self._page is not None:
             log.info("look at the run at %s%s", self._local_url, PAGE)
 

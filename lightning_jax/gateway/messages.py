@@ -46,11 +46,20 @@ def normalize_message(message: Any, where: str) -> Message:
     extra = {key: message[key] for key in _TEMPLATE_KEYS if message.get(key)}
     if calls:
         extra["tool_calls"] = _tool_calls(calls, where)
+    thought = _thought(message) if role == "assistant" else ""
+    if thought:
+        extra["reasoning_content"] = thought
     content = message.get("content")
-    if content is None and not (role == "assistant" and calls):
+    if content is None and not (role == "assistant" and (calls or thought)):
         problem = "is missing; expected a string or a list of text parts."
         raise _invalid(f"{where}.content", problem, "missing")
     return {"role": ROLES[role], "content": _text(content, f"{where}.content"), **extra}
+
+
+def _thought(message: Message) -> str:
+    """Return the thought that clients send beside the text, under one of two names."""
+    thoughts = (message.get(key) for key in ("reasoning_content", "reasoning"))
+    return next((text for text in thoughts if isinstance(text, str) and text), "")
 
 
 def _text(content: Any, where: str) -> str:

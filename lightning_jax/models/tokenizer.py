@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.models import chat_template, token_bytes
 from lightning_jax.types import Message
 
+TOOL_TEMPLATE = "tool_use"  # name of the template that transformers uses for tools
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _NUM_REMEMBERED, _MAX_REMEMBERED = 512, 2**16  # cached texts, and characters of one: 32 M at most
 _UNLOCKED = 2**11  # characters; a longer text is encoded without holding the GIL
@@ -34,9 +36,11 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         special_tokens: Mapping[str, str] | None = None,
         tool_format: str = "",
+        tool_template: str | None = None,
     ) -> None:
         self._backend = backend
         self.template = template
+        self.tool_template = tool_template  # to use with tools, where the model has one for them
         self.tool_format = tool_format  # that the model writes calls in; "": known by its template
         self.special_tokens = dict(special_tokens or {})  # "eos_token" -> "<|im_end|>" and such
         self.eos_ids = frozenset(eos_ids)  # any of them ends a response
@@ -54,7 +58,7 @@ class Tokenizer:
         """Pickle without the caches."""
         return _unpickle, (
             *(self.to_json(), self.template, self.eos_ids, self.special_tokens),
-            self.tool_format,
+            *(self.tool_format, self.tool_template),
         )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -104,10 +108,12 @@ class Tokenizer:
         """Token ids by text, added tokens included."""
         return self._backend.get_vocab(with_added_tokens=True)
 
-    @property
-    def supports_tools(self) -> bool:
-        """True if the chat template uses tools."""
-        return self.template is not None and "tools" in self.template
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str] | None:
+        """Pattern of the texts of special tokens, longest first, or None if there are none."""
+        texts = {self.token_text(token_id) for token_id in self.special_ids}
+        texts = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts))) if texts else None
 
     def render_chat(
         self,
@@ -119,7 +125,8 @@ class Tokenizer:
     ) -> str:
         """Return the prompt text of a conversation. Raises chat_template.TemplateError.
 
-        `kwargs` are other variables for the template.
+        `kwargs` are other variables for the template. With tools it is the template for tools, if
+        the model has one, as in transformers.
         """
         if self.template is None:
             raise chat_template.TemplateError(
@@ -129,7 +136,7 @@ class Tokenizer:
                 key="chat_template",
             )
         return chat_template.render(
-            self.template,
+            self.tool_template if tools and self.tool_template else self.template,
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -138,12 +145,20 @@ class Tokenizer:
         )
 
     def with_chat(
-        self, *, template: str | None = None, tool_format: str | None = None
+        self,
+        *,
+        template: str | None = None,
+        tool_template: str | None = None,
+        tool_format: str | None = None,
     ) -> "Tokenizer":
-        """Return the same vocabulary with another chat template or format of tool calls."""
+        """Return the same vocabulary with other chat templates or another format of tool calls.
+
+        `template` alone is used with tools too.
+        """
         return Tokenizer(
             self._backend,
             template=self.template if template is None else template,
+            tool_template=self.tool_template if template is None else tool_template,
             eos_ids=self.eos_ids,
             special_tokens=self.special_tokens,
             tool_format=self.tool_format if tool_format is None else tool_format,
@@ -174,7 +189,12 @@ class Tokenizer:
             **self.special_tokens,
         }
         settings["clean_up_tokenization_spaces"] = False
-        if self.template is not None:
+        if self.tool_template is not None:
+            named = {"default": self.template or "", TOOL_TEMPLATE: self.tool_template}
+            settings["chat_template"] = [
+                {"name": name, "template": template} for name, template in named.items()
+            ]
+        elif self.template is not None:
             settings["chat_template"] = self.template
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
@@ -186,6 +206,7 @@ def _unpickle(
     eos_ids: Iterable[int],
     special_tokens: Mapping[str, str],
     tool_format: str = "",
+    tool_template: str | None = None,
 ) -> Tokenizer:
     return Tokenizer(
         tokenizers.Tokenizer.from_str(backend),
@@ -193,6 +214,7 @@ def _unpickle(
         eos_ids=eos_ids,
         special_tokens=special_tokens,
         tool_format=tool_format,
+        tool_template=tool_template,
     )
 
 
@@ -226,9 +248,11 @@ def from_hf(directory: Path) -> Tokenizer:
         if declared is not None:
             eos += declared if isinstance(declared, list) else [declared]
             break
+    templates = _read_templates(directory, settings)
     return Tokenizer(
         backend,
-        template=_read_template(directory, settings),
+        template=templates.get("default"),
+        tool_template=templates.get(TOOL_TEMPLATE),
         eos_ids=[i for i in eos if i is not None],
         special_tokens=special,
     )
@@ -245,14 +269,17 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+def _read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name, as transformers finds them."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+        named = {"default": path} | {other.stem: other for other in others}
+        return {name: file.read_text(encoding="utf-8") for name, file in named.items()}
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        return {entry["name"]: entry["template"] for entry in template}
+    return {} if template is None else {"default": template}
 
 
 class StreamDecoder:

@@ -163,7 +163,8 @@ def _reason_words(judge: JudgeConfig) -> str:
 
 def _messages(words: Sequence[str], shown: Mapping[str, Any]) -> tuple[Message, ...]:
     """Return the instructions, and what they are about as JSON, which cannot end early."""
-    data = json.dumps(shown, ensure_ascii=False, indent=1)
+    # Else a special token in an attempt, such as <|im_end|>, could end the judge's own turn.
+    data = json.dumps(shown, ensure_ascii=False, indent=1).replace("<", "\\u003c")
     return (
         {"role": "system", "content": "\n".join(filter(None, words))},
         {"role": "user", "content": data},

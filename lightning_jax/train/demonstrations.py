@@ -7,8 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_jax.errors import InvalidValue
+from lightning_jax.gateway.messages import normalize_message
+from lightning_jax.gateway.prompt.habits import habits_of
 from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render
-from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of
+from lightning_jax.gateway.prompt.tool_formats import (
+    THOUGHT_MARKS,
+    ToolFormat,
+    format_of,
+    open_thought,
+)
 from lightning_jax.gateway.request import Function
 from lightning_jax.gateway.routing import Routing, read_traits
 from lightning_jax.models.config import policy_indices
@@ -70,6 +77,8 @@ def _turns(
             continue
         prompt = render(plain[:index], tools, tokenizer, memory, form)
         text = response_text(message, form)
+        if thought := normalize_message(message, f"messages[{index}]").get("reasoning_content"):
+            text = thought_text(thought, prompt.token_ids, tokenizer) + text
         response = (*tokenizer.encode(text, special=False), end)
         memory.add(plain[index], Generated(prompt.token_ids, response, prompt.history))
         if message.get("train", True):
@@ -97,22 +106,30 @@ def response_text(message: Message, form: ToolFormat) -> str:
     return (message.get("content") or "") + (form.write(calls) if calls else "")
 
 
+def thought_text(thought: str, prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return a thought with its marks, as the model would write it after this prompt.
+
+    They are those that the chat template writes around a thought. If it drops thoughts, they are
+    the usual ones. A mark that the prompt ends with is not repeated.
+    """
+    closing = open_thought(prompt_ids, tokenizer)
+    usual = next((pair for pair in THOUGHT_MARKS if pair[1] == closing), THOUGHT_MARKS[0])
+    around = (f"{usual[0]}\n", f"\n{usual[1]}\n\n")
+    before, after = habits_of(tokenizer).thought or around
+    return f"{'' if closing else before}{thought}{after}"
+
+
 def end_of_turn(tokenizer: Tokenizer) -> int:
     """Return the token that the chat template puts after an assistant message.
 
     Raises ValueError if that is not an end-of-response token.
     """
-    words = "end-of-turn"
-    text = tokenizer.render_chat(
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": words}],
-        add_generation_prompt=False,
-    )
-    after = tokenizer.encode(text.rpartition(words)[2])
-    if not after or after[0] not in tokenizer.eos_ids:
+    end_id = habits_of(tokenizer).end_id
+    if end_id is None:
         raise InvalidValue(
-            f"the chat template puts {after[:1]} after an assistant message, not one of the "
-            f"end-of-response tokens {sorted(tokenizer.eos_ids)}; use an instruct model.",
+            "the chat template ends an assistant message with none of the end-of-response tokens "
+            f"{sorted(tokenizer.eos_ids)}; use an instruct model.",
             reason="unsupported",
             key="chat_template",
         )
-    return after[0]
+    return end_id

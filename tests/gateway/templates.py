@@ -47,7 +47,9 @@ QWEN3_HYBRID = (
     + _TOOLS
     + "{%- for m in messages %}{%- if m.role == 'tool' %}"
     + _REPLY
-    + "{%- elif m.role == 'assistant' %}{%- set parts = m.content.split('</think>') %}"
+    + "{%- elif m.role == 'assistant' %}{%- set thought = m.reasoning_content %}"
+    "{%- set whole = '<think>' + thought + '</think>' + m.content if thought else m.content %}"
+    "{%- set parts = whole.split('</think>') %}"
     "<|im_start|>assistant\n{%- if loop.index0 > last.question and (loop.last or parts[1:]) %}"
     "<think>\n{{ parts[0].split('<think>')[-1].strip('\n') }}\n</think>\n\n{% endif %}"
     "{{ parts[-1].lstrip('\n') }}" + _CALLS + "<|im_end|>\n"

@@ -1,12 +1,14 @@
 """Tests of demonstrations as the gateway sees them."""
 
 import pytest
+from coded import raises_coded
 
+from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.prompt.render import render
 from lightning_jax.gateway.prompt.tool_formats import format_of
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.config import PolicyConfig
-from lightning_jax.testing.tiny import tiny_tokenizer
+from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.train.demonstrations import demonstration_sequences, end_of_turn
 
@@ -78,6 +80,45 @@ def test_demonstrations_go_to_the_policies_that_roles_name() -> None:
 def test_the_end_of_turn_is_the_templates() -> None:
     tokenizer = tiny_tokenizer()
     assert end_of_turn(tokenizer) == tokenizer.token_id("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "prompt_ends", "learned"),
+    [
+        ("", "", "assistant\n", "<think>\nhm\n</think>\n\n4"),
+        ("assistant\\n'", "assistant\\n<think>\\n'", "<think>\n", "hm\n</think>\n\n4"),
+        (
+            "+ message['content']",
+            "+ ('[' ~ message.reasoning_content ~ ']' if message.reasoning_content else '')"
+            " + message['content']",
+            "assistant\n",
+            "[hm]4",
+        ),
+    ],
+    ids=["dropped by the template", "opened by the prompt", "in the template's form"],
+)
+def test_a_demonstrated_thought_is_learned(
+    old: str, new: str, prompt_ends: str, learned: str
+) -> None:
+    template = CHATML.replace(old, new)
+    tokenizer = tiny_tokenizer().with_chat(template=template)
+    talk = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4", "reasoning_content": "hm"},
+    ]
+    (sequence,) = demonstration_sequences([talk], tokenizer)
+    assert tokenizer.decode(sequence.prompt_token_ids).endswith(prompt_ends)
+    assert tokenizer.decode(sequence.response_token_ids) == learned
+    assert sequence.response_token_ids[-1] == end_of_turn(tokenizer)
+
+
+def test_the_end_of_turn_may_follow_a_blank() -> None:
+    tiny = tiny_tokenizer()
+    template = (tiny.template or "").replace("+ '<|im_end|>", "+ ' <|im_end|>")
+    assert template != tiny.template
+    assert end_of_turn(tiny.with_chat(template=template)) == tiny.token_id("<|im_end|>")
+    with raises_coded(InvalidValue, "unsupported", "chat_template"):
+        end_of_turn(tiny.with_chat(template="{% for m in messages %}{{ m.content }}{% endfor %}"))
 
 
 def test_a_demonstrated_tool_call_is_written_as_the_model_would() -> None:

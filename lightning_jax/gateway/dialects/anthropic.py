@@ -59,9 +59,10 @@ class Text(fields.Fields):
 
 
 class Thinking(fields.Fields):
-    """Thoughts of another model: the policy returns none."""
+    """Thoughts of another model: the policy returns its own as text."""
 
     type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 class ToolUse(fields.Fields):
@@ -208,7 +209,8 @@ def _messages(asked: MessagesBody) -> tuple[Message, ...]:
             uses = [block for block in turn.content if isinstance(block, ToolUse)]
             calls = [tool_call(use.name, use.input, use.id) for use in uses]
             text = "".join(block.text for block in turn.content if isinstance(block, Text))
-            add_assistant(messages, text, calls)
+            thought = "".join(b.thinking for b in turn.content if isinstance(b, Thinking))
+            add_assistant(messages, text, calls, thought)
         else:
             _add_input(messages, turn)
     if messages and messages[-1]["role"] == "assistant":

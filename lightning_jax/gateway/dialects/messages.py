@@ -19,12 +19,16 @@ def tool_call(name: str, arguments: dict[str, Any], call_id: str | None) -> Mess
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": written}}
 
 
-def add_assistant(messages: list[Message], text: str, calls: Sequence[Message]) -> None:
+def add_assistant(
+    messages: list[Message], text: str, calls: Sequence[Message], thought: str = ""
+) -> None:
     """Append to the assistant's turn, which may come in pieces, each as a separate message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     turn = messages[-1]
     turn["content"] += text
+    if thought:
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
     if calls:
         turn["tool_calls"] = [*turn.get("tool_calls", ()), *calls]
 

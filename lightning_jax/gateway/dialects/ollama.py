@@ -89,6 +89,7 @@ class ToolCall(fields.Fields):
 class ChatMessage(fields.Fields):
     role: Any = None  # checked when rendering
     content: str | None = None
+    thinking: str | None = None  # of another model: the policy returns its own as text
     images: Annotated[Any, fields.harmless([], "")] = None
     tool_calls: fields.Listed[ToolCall] | None = None
     tool_name: Any = None
@@ -152,7 +153,7 @@ def _messages(turns: Iterable[ChatMessage]) -> tuple[Message, ...]:
                 # An id would be the client's own, so it does not identify a generated call.
                 called = [call.function for call in turn.tool_calls or ()]
                 calls = [tool_call(call.name, call.arguments, None) for call in called]
-                add_assistant(messages, content, calls)
+                add_assistant(messages, content, calls, turn.thinking or "")
             case "tool":
                 named = {"name": name} if isinstance(name, str) else {}
                 messages.append({"role": "tool", "content": content, **named})

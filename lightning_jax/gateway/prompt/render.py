@@ -27,12 +27,13 @@ from typing import Any
 
 from lightning_jax.engine.generation import PromptTooLong
 from lightning_jax.gateway.messages import normalize_message, normalize_messages
-from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of
-from lightning_jax.models.chat_template import TemplateError
+from lightning_jax.gateway.prompt.habits import CLOSING_MARKS, habits_of, num_blanks, written
+from lightning_jax.gateway.prompt.shield import Shield
+from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of, mark_ids
+from lightning_jax.gateway.prompt.writing import Tools, without_thought
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import Message
 
-Tools = Sequence[Mapping[str, Any]] | None
 _INDEX = re.compile("([0-9]+)@@")  # of a replayed message, after the mark
 
 
@@ -73,6 +74,7 @@ class ConversationMemory:
 
     def __init__(self) -> None:
         self._generated: dict[str, Recalled] = {}
+        self._answered: set[str] = set()
 
     def add(self, message: Message, generated: Generated) -> None:
         """Remember a response by its message, unless it has no content to recognize.
@@ -80,6 +82,8 @@ class ConversationMemory:
         Recognize its calls without their ids too, because some dialects send none.
         """
         plain = normalize_message(message, "response")
+        if _fingerprint(plain):
+            self._answered.add(generated.history)
         keys = {_fingerprint(plain), _fingerprint(_without_call_ids(plain))}
         for key in keys if generated.token_ids else ():
             if key:
@@ -89,17 +93,22 @@ class ConversationMemory:
         """Return the responses that became this message, or None if there are none."""
         return self._generated.get(_fingerprint(message))
 
+    def answered(self, history: str) -> bool:
+        """Return True if the policy answered the conversation with this digest."""
+        return history in self._answered
+
 
 def _fingerprint(message: Message) -> str:
     """Return a key from a message's text and its calls' ids and arguments, or "" if it has neither.
 
-    Ignore blanks around the text of a message with calls, because frameworks trim them.
+    Ignore a thought before the text and the blanks around it, because frameworks cut them off.
     """
-    text, calls = message.get("content") or "", message.get("tool_calls") or ()
+    whole, calls = message.get("content") or "", message.get("tool_calls") or ()
+    text = without_thought(whole, CLOSING_MARKS).strip() or whole.strip()
     if not calls:
-        return text and "text:" + text
+        return (text or whole) and "text:" + text
     parts = [[call.get("id"), _one_spelling(_plain_call(call))] for call in calls]
-    return "calls:" + json.dumps([text.strip(), parts], sort_keys=True)
+    return "calls:" + json.dumps([text, parts], sort_keys=True)
 
 
 def _one_spelling(value: Any) -> Any:
@@ -159,19 +168,29 @@ def render(
         for index, message in enumerate(plain)
         if memory and message["role"] == "assistant" and (found := memory.recall(message))
     }
-    view = _View(tokenizer, tools, form or format_of(tokenizer), kwargs)
-    # No text in the prompt contains this mark, because it is a hash of everything in it.
-    pieces, marked = _pieces(plain, view, tuple(known), f"@@{digests[-1]}-")
+    form = form or format_of(tokenizer)
+    # No text in the prompt contains these marks, because they have a hash of everything in it.
+    shield = Shield(f"@@{digests[-1]}+", tokenizer, mark_ids(form, tokenizer))
+    shown, offers = shield.messages(plain), shield.tools(tools)
+    view = _View(tokenizer, offers, form, kwargs, shield if shield.hidden else None)
+    pieces, marked = _pieces(shown, view, tuple(known), f"@@{digests[-1]}-")
     base = _resumed(known, digests)
     if base is None or base[0] not in marked:  # or the template drops that message
         start, recorded = 0, None
     else:  # its prompt covers everything before it
         start, recorded = marked.index(base[0]), base[1]
-    check_length(pieces[start + (recorded is not None) :], tokenizer, max_len)
+    rest = pieces[start + (recorded is not None) :]
+    check_length([shield.restored(piece) for piece in rest], tokenizer, max_len)
     candidates = [known[index] for index in marked[start:]]
-    path, extends = _splice(pieces[start:], candidates, recorded, tokenizer)
+    path, extends = _splice(pieces[start:], candidates, recorded, view)
     replayed = set(marked) | {index for index in known if base and recorded and index < base[0]}
-    whole = extends and len(replayed) == len(known)
+    # A response that comes back as another text starts a new path, as one that is dropped does.
+    edited = memory is not None and any(
+        message["role"] == "assistant" and _fingerprint(message) and memory.answered(digest)
+        for index, (message, digest) in enumerate(zip(plain, digests, strict=False))
+        if index not in known
+    )
+    whole = extends and not edited and len(replayed) == len(known)
     return Rendered(tuple(path.ids), len(replayed), int(not whole), digests[-1], path.digest)
 
 
@@ -187,48 +206,28 @@ def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_len: int | Non
 
 @dataclass(frozen=True)
 class _View:
-    """Conversion of messages to text."""
+    """Conversion of messages to text, and of text to ids."""
 
     tokenizer: Tokenizer
     tools: Tools
     form: ToolFormat
     kwargs: Mapping[str, Any] | None = None
+    shield: Shield | None = None
 
     def text(self, messages: Sequence[Message]) -> str:
-        """Return the template's text. Write tools and calls into the messages if it does not
-        support them.
-        """
-        if not self.tokenizer.supports_tools:
-            plain = _without_tools(messages, self.tools, self.form)
-            return self.tokenizer.render_chat(plain, kwargs=self.kwargs)
-        text = self.tokenizer.render_chat(messages, tools=self.tools, kwargs=self.kwargs)
-        names = {c["function"]["name"] for m in messages for c in m.get("tool_calls", ())}
-        if any(name not in text for name in names):
-            raise TemplateError(
-                "the chat template omits the assistant's tool calls "
-                f"({', '.join(sorted(names))}); send tools as well, or use a template that "
-                "renders them.",
-                reason="hides_tool_calls",
-            )
-        return text
+        """Return the template's text, of which no message and no tool is lost."""
 
+        def template(shown: Sequence[Message], tools: Tools) -> str:
+            return self.tokenizer.render_chat(shown, tools=tools, kwargs=self.kwargs)
 
-def _without_tools(messages: Sequence[Message], tools: Tools, form: ToolFormat) -> list[Message]:
-    """Return the conversation for a template that supports only roles and text."""
-    shown: list[Message] = []
-    for message in messages:
-        plain = {key: message[key] for key in ("role", "content")}
-        if calls := message.get("tool_calls"):
-            written = form.write([_plain_call(call) for call in calls])
-            plain["content"] = f"{message['content']}{written}"
-        shown.append(plain)
-    if not tools:
-        return shown
-    offer = form.instructions(tools)
-    if shown and shown[0]["role"] == "system":
-        first = shown[0] | {"content": f"{shown[0]['content']}\n\n{offer}"}
-        return [first, *shown[1:]]
-    return [{"role": "system", "content": offer}, *shown]
+        writing = habits_of(self.tokenizer).writing
+        return written(messages, self.tools, self.form, writing, template)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a piece of the template's text."""
+        if self.shield is None:
+            return self.tokenizer.encode(text)
+        return self.shield.encode(text, self.tokenizer)
 
 
 def _digests(
@@ -311,25 +310,32 @@ def _splice(
     pieces: Sequence[str],
     candidates: Sequence[Recalled],
     base: Generated | None,
-    tokenizer: Tokenizer,
+    view: _View,
 ) -> tuple[_Path, bool]:
     """Return the pieces' ids with the recorded ids between them, and whether the path was kept.
 
     It was not kept if the last recorded response was sampled after other ids. If there is a base,
     its prompt replaces the first piece.
     """
-    path = _Path(tokenizer.encode(pieces[0]) if base is None else base.prompt_ids)
+    path = _Path(view.encode(pieces[0]) if base is None else base.prompt_ids)
     extends = True
     for index, (found, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
         # The same text may have been sampled as different ids. Prefer those sampled on this path.
         here = base if base and index == 0 else found.by_path.get(path.digest)
         chosen, extends = here or found.newest, here is not None
         path.extend(chosen.token_ids)
-        path.extend(_tail(chosen.token_ids[-1], piece, tokenizer))
+        path.extend(_tail(chosen.token_ids[-1], view.encode(piece), view.tokenizer))
     return path, extends
 
 
-def _tail(last: int, piece: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of the text after the id `last`, without a repeated end-of-turn token."""
-    tail = tokenizer.encode(piece)
-    return tail[1:] if last in tokenizer.eos_ids and tail[:1] == [last] else tail
+def _tail(last: int, ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that follow a response whose last id is `last`, with one end of turn.
+
+    Templates write the end of a turn after the response, which already has the sampled one. Some
+    write blanks before it.
+    """
+    if last not in tokenizer.eos_ids:
+        return ids
+    count = num_blanks(ids, tokenizer)
+    ends = {last, habits_of(tokenizer).end_id}
+    return ids[count + 1 :] if ids[count : count + 1] and ids[count] in ends else ids

@@ -102,5 +102,5 @@ def format_of(tokenizer: Tokenizer) -> ToolFormat:
     """
     if tokenizer.tool_format:
         return FORMATS[tokenizer.tool_format]
-    template = tokenizer.template or ""
+    template = tokenizer.tool_template or tokenizer.template or ""
     return next((form for sign, form in _SIGNS if sign in template), SMOLLM)

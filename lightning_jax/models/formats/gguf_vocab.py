@@ -5,7 +5,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from lightning_jax.models.tokenizer import Tokenizer, TokenizerError
+from lightning_jax.models.tokenizer import TOOL_TEMPLATE, Tokenizer, TokenizerError
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are never split
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -53,6 +53,7 @@ def read(reader: Any) -> Tokenizer:
     return Tokenizer(
         backend,
         template=value("chat_template"),
+        tool_template=value(f"chat_template.{TOOL_TEMPLATE}"),
         eos_ids=eos,
         special_tokens={_NAMES[name]: tokens[i] for name, i in ids.items() if i is not None},
     )

@@ -115,9 +115,9 @@ def _with_chat(
     """
     if tool_format is not None:
         vocabulary = vocabulary.with_chat(tool_format=tool_format)
-    template = vocabulary.template
+    template, for_tools = vocabulary.template, vocabulary.tool_template
     if file is not None:
-        template = read_chat_template(file)
+        template, for_tools = read_chat_template(file), None
     if template is None and kwargs:
         raise ModelError(
             "model.chat_template_kwargs is set, but the model has no chat template; set "
@@ -128,7 +128,10 @@ def _with_chat(
     if template is None or (file is None and not kwargs):
         return vocabulary
     try:
-        return vocabulary.with_chat(template=templates.with_defaults(template, kwargs))
+        return vocabulary.with_chat(
+            template=templates.with_defaults(template, kwargs),
+            tool_template=for_tools and templates.with_defaults(for_tools, kwargs),
+        )
     except templates.TemplateError as error:
         key = "model.chat_template" if error.key is None else "model.chat_template_kwargs"
         raise ModelError(f"{key}: {error}", reason=error.reason, key=key) from error

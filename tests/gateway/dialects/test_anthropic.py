@@ -99,7 +99,7 @@ def test_an_answer_that_comes_back_is_the_message_it_was() -> None:
         history.append({"role": "user", "content": [*results, more]})
         assert _parse(messages=[*ASK, *history]).messages == (
             *ASK,
-            answer.as_message(),
+            answer.as_message() | {"reasoning_content": "hm"},
             {"role": "tool", "tool_call_id": answer.tool_calls[0].call_id, "content": "5"},
             {"role": "tool", "tool_call_id": answer.tool_calls[1].call_id, "content": "Error: no"},
             {"role": "user", "content": "And?"},

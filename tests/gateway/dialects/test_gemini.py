@@ -132,7 +132,7 @@ def test_an_answer_that_comes_back_is_the_message_it_was(pieces: bool, ids: bool
     contents = [body["candidates"][0]["content"] for body in bodies]
     call = contents[-1]["parts"][-1]["functionCall"]
     contents[0]["parts"].insert(0, {"text": "hm", "thought": True})
-    expected = answer.as_message()
+    expected: dict[str, Any] = answer.as_message() | {"reasoning_content": "hm"}
     if not ids:
         del call["id"]
         expected["tool_calls"][0]["id"] = None

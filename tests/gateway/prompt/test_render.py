@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from coded import raises_coded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,14 +130,35 @@ def test_an_edited_history_forks_and_is_counted() -> None:
     forked = render(other_start, None, TOKENIZER, memory)
     assert (forked.replayed, forked.breaks) == (1, 1)
     edited = render([USER, _assistant("ok!"), USER], None, TOKENIZER, memory)
-    assert (edited.replayed, edited.breaks) == (0, 0)
-    assert edited == render([USER, _assistant("ok!"), USER], None, TOKENIZER)
+    assert (edited.replayed, edited.breaks) == (0, 1)
+    alone = render([USER, _assistant("ok!"), USER], None, TOKENIZER)
+    assert (edited.token_ids, alone.breaks) == (alone.token_ids, 0)
+    example = [_assistant("an example"), USER, _assistant("ok!"), USER]  # nobody asked for these
+    assert render([USER, *example], None, TOKENIZER, ConversationMemory()).breaks == 0
 
 
 @pytest.mark.parametrize(
-    "content", ["{{ m.content | upper }}", "{{ 'x' }}", "{{ m.content + m.content }}"]
+    "sent",
+    [
+        {"content": "ok"},
+        {"content": "  ok\n"},
+        {"content": "<think>\nhm\n</think>\n\nok\n"},
+        {"content": "ok", "reasoning_content": "hm"},
+        {"content": "ok", "reasoning": "hm"},
+    ],
 )
-def test_a_template_that_rewrites_a_response_is_a_break(content: str) -> None:
+def test_a_response_without_its_thought_or_blanks_is_the_response(sent: dict[str, str]) -> None:
+    memory, ids = ConversationMemory(), (200, END)
+    first = render([USER], None, TOKENIZER, memory)
+    generated = Generated(first.token_ids, ids, first.history, first.path)
+    memory.add(_assistant("<think>\nhm\n</think>\n\nok\n"), generated)
+    again = render([USER, {"role": "assistant", **sent}, USER], None, TOKENIZER, memory)
+    assert again.token_ids[: len(first.token_ids) + 2] == (*first.token_ids, *ids)
+    assert (again.replayed, again.breaks) == (1, 0)
+
+
+def test_a_template_that_rewrites_a_response_is_a_break() -> None:
+    content = "{{ m.content + m.content }}"
     tokenizer = _with_template("{% for m in messages %}" + content + "{% endfor %}")
     memory = ConversationMemory()
     memory.add(_assistant("ok"), Generated((1,), (2, 3)))
@@ -183,9 +205,27 @@ def test_a_template_with_tools_gets_them_as_they_are() -> None:
     tools = [{"type": "function", "function": {"name": "run"}}]
     tokenizer = _with_template("{{ tools[0].function.name if tools }}{{ messages[0].content }}")
     assert TOKENIZER.decode(render([USER], tools, tokenizer).token_ids) == "runhi"
-    with pytest.raises(TemplateError) as caught:
-        render([USER, {"role": "assistant", "tool_calls": [TOOL_CALL]}], None, tokenizer)
-    assert caught.value.reason == "hides_tool_calls"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content }}",
+        "{% for m in messages[-3:] %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:2] }}{% endfor %}",
+        "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}",
+        "always the same",
+    ],
+)
+def test_a_template_that_drops_a_message_is_refused(template: str) -> None:
+    turns = [_user("first"), _assistant("second"), _user("third"), _assistant("4th"), _user("5th")]
+    with raises_coded(TemplateError, "drops"):
+        render(turns, None, _with_template(template))
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
 def test_content_may_be_text_parts() -> None:

@@ -18,8 +18,6 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.testing.tiny import tiny_tokenizer
 
 TOKENIZERS = {name: tokenizer_with(text) for name, text in TEMPLATES.items()}
-HIDING = "{% for m in messages[-3:] %}{{ m.role }}:{{ m.content }};{% endfor %}"
-TOKENIZERS["hides the beginning"] = tokenizer_with(HIDING)
 END = min(tiny_tokenizer().eos_ids)
 
 
@@ -28,9 +26,11 @@ class OldMemory:
 
     def __init__(self) -> None:
         self._generated: dict[str, list[Generated]] = {}
+        self.histories: list[str] = []
 
     def add(self, message: Any, generated: Generated) -> None:
         plain = normalize_message(message, "response")
+        self.histories += [generated.history] * bool(module._fingerprint(plain))
         keys = {module._fingerprint(plain), module._fingerprint(module._without_call_ids(plain))}
         for key in keys if generated.token_ids else ():
             if key:
@@ -80,7 +80,11 @@ def old_render(messages: Any, tokenizer: Tokenizer, memory: OldMemory) -> Render
         cut = last in tokenizer.eos_ids and tail[:1] == [last]
         ids = [*ids, *chosen.token_ids, *(tail[1:] if cut else tail)]
     replayed = set(marked) | {i for i in known if base and recorded and i < base[0]}
-    whole = extends and len(replayed) == len(known)
+    edited = [
+        message["role"] == "assistant" and digests[i] in memory.histories and i not in known
+        for i, message in enumerate(plain)
+    ]
+    whole = extends and not any(edited) and len(replayed) == len(known)
     return Rendered(tuple(ids), len(replayed), int(not whole), digests[-1])
 
 

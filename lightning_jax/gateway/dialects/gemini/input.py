@@ -81,11 +81,13 @@ class Content(CamelFields):
 
     def add_to(self, messages: list[Message]) -> None:
         """Append the content, with function responses as separate messages."""
-        # Thoughts are of another model: the policy returns none.
+        # Thoughts are of another model: the policy returns its own as text.
+        thoughts = [part.text or "" for part in self.parts or () if part.thought is True]
         parts = [part for part in self.parts or () if part.thought is not True]
         if self.role == "model":
             calls = [part.function_call.message() for part in parts if part.function_call]
-            add_assistant(messages, "".join(part.text or "" for part in parts), calls)
+            text = "".join(part.text or "" for part in parts)
+            add_assistant(messages, text, calls, "".join(thoughts))
             return
         for _, group in groupby(parts, lambda part: part.text is None):
             found = [part.function_response or part.text or "" for part in group]

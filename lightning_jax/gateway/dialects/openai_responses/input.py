@@ -72,10 +72,15 @@ class OutputItem(Fields):
         return {"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)}
 
 
+class ReasoningText(Fields):
+    text: str = ""
+
+
 class ReasoningItem(Fields):
-    """Reasoning of another model: the policy has none to continue."""
+    """Reasoning of another model: the policy returns its own as text."""
 
     type: Literal["reasoning"]
+    content: Listed[ReasoningText] | None = None
 
 
 def _typed(item: Any) -> Any:
@@ -101,6 +106,8 @@ def input_messages(value: Any) -> tuple[Message, ...]:
     conversation = _Conversation()
     for item in read(InputFields, {"input": value}).input:
         match item:
+            case ReasoningItem():
+                conversation.thought += "".join(part.text for part in item.content or ())
             case CallItem() | MessageItem(role="assistant"):
                 conversation.add_generated(item.message(), item.id)
             case MessageItem() | OutputItem():
@@ -113,10 +120,13 @@ class _Conversation:
     """Messages of a conversation while its items are joined."""
 
     messages: list[Message] = field(default_factory=list)
+    thought: str = ""  # before the next part of an assistant's turn
     _by_response: dict[str, Message] = field(default_factory=dict)
 
     def add_generated(self, message: Message, generated_id: Any) -> None:
         """Add part of an assistant's turn: text, or one call."""
+        if self.thought:
+            message["reasoning_content"], self.thought = self.thought, ""
         match = _ITEM_ID.fullmatch(generated_id) if isinstance(generated_id, str) else None
         response = match and match[1]
         whole = self._by_response.get(response or "") or self._neighbour(message, response)
@@ -125,6 +135,8 @@ class _Conversation:
             whole = message
         else:
             whole["content"] += message["content"]
+            if thought := message.get("reasoning_content"):
+                whole["reasoning_content"] = whole.get("reasoning_content", "") + thought
             if calls := message.get("tool_calls"):
                 whole["tool_calls"] = [*whole.get("tool_calls", ()), *calls]
         if response:

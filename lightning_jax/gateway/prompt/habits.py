@@ -1,0 +1,244 @@
+"""Trial of a chat template: what it takes of a small conversation."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_jax.gateway.prompt.tool_formats import THOUGHT_MARKS, ToolFormat, format_of
+from lightning_jax.gateway.prompt.writing import (
+    AS_IT_IS,
+    Tools,
+    Writing,
+    alternatives,
+    arrange,
+    dropped,
+)
+from lightning_jax.models.chat_template import TemplateError
+from lightning_jax.models.template_limits import LimitError
+from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.types import Message
+
+_MAX_BLANKS = 4  # tokens between a response and the end of its turn
+CLOSING_MARKS = tuple(end for _, end in THOUGHT_MARKS)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """Use of a tokenizer's chat template.
+
+    `thought` has the texts around the thought of the last message, or is None if the template
+    drops it. `end_id` ends an assistant's turn, and is None if the template writes no such token.
+    """
+
+    writing: Writing = AS_IT_IS
+    thought: tuple[str, str] | None = None
+    end_id: int | None = None
+    lacks: tuple[str, ...] = ()  # what it does not take even in the plainest writing
+
+    def facts(self) -> dict[str, str]:
+        """Return how each part of a conversation is written, in words."""
+        chosen, calls = self.writing, {"objects": "", "strings": "arguments as text"}
+        offers = {"template": "", "system": "in the system message's field"}
+        words = {
+            "system messages": "" if chosen.system == "role" else "in the user's first message",
+            "tools": offers.get(chosen.offers, "as text"),
+            "calls": calls.get(chosen.calls, "as text"),
+            "results": "" if chosen.results == "tool" else "in the user's role",
+            "several calls": "one by one" if chosen.one_call else "",
+            "thoughts": "" if self.thought else "left out",
+        }
+        lost = {*self.lacks, *(["results"] if "calls" in self.lacks else [])}  # tried together
+        return {what: "lost" if what in lost else how for what, how in words.items()}
+
+    def describe(self) -> str:
+        """Return one sentence for the log, without what is as usual."""
+        unusual = [f"{what} {how}" for what, how in self.facts().items() if how]
+        return f"chat template: {', '.join(unusual) or 'takes everything as it is'}"
+
+
+@functools.lru_cache(maxsize=16)
+def habits_of(tokenizer: Tokenizer) -> Habits:
+    """Return how the tokenizer's chat template is used. Without one they are the defaults."""
+    if tokenizer.template is None:
+        return Habits()
+    trial = _Trial(tokenizer, format_of(tokenizer))
+    writing = trial.writing()
+    return Habits(writing, trial.thought(writing), trial.end_id(writing), tuple(trial.lacks))
+
+
+_SYSTEM = {"role": "system", "content": "system-text"}
+_USER = {"role": "user", "content": "user-text"}
+_NEXT = {"role": "user", "content": "next-text"}
+_TOOLS: Tools = [
+    {
+        "type": "function",
+        "function": {
+            "name": "offered_name",
+            "description": "offered-description",
+            "parameters": {
+                "type": "object",
+                "properties": {"key": {"type": "string", "description": "key-description"}},
+                "required": ["key"],
+            },
+        },
+    }
+]
+
+
+def _asked(*numbers: int, content: str = "") -> Message:
+    """Return a message with calls that have these numbers."""
+    calls = [
+        {
+            "id": f"call_{number}",
+            "type": "function",
+            "function": {"name": "offered_name", "arguments": {"key": f"argument-{number}"}},
+        }
+        for number in numbers
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _result(number: int) -> Message:
+    return {"role": "tool", "tool_call_id": f"call_{number}", "content": f"result-{number}"}
+
+
+class _Trial:
+    """Trial of a template, one ability after the other."""
+
+    def __init__(self, tokenizer: Tokenizer, form: ToolFormat) -> None:
+        self._tokenizer, self._form = tokenizer, form
+        self.lacks: list[str] = []
+
+    def writing(self) -> Writing:
+        """Return how to write what the template takes."""
+        best = AS_IT_IS
+        best = self._first(
+            "system messages",
+            [replace(best, system=system) for system in ("role", "user")],
+            [_SYSTEM, _USER],
+        )
+        best = self._first(
+            "neighbouring messages of the user",
+            [replace(best, merged=merged) for merged in (False, True)],
+            [_USER, _NEXT],
+        )
+        best = self._first(
+            "tools",
+            [replace(best, offers=offers) for offers in ("template", "system", "text")],
+            [_USER],
+            _TOOLS,
+        )
+        by_template = (
+            ()
+            if best.offers == "text"
+            else itertools.product(("tool", "user"), (False, True), ("objects", "strings"))
+        )
+        tries = [
+            replace(best, results=results, short_ids=short, calls=calls)
+            for results, short, calls in by_template
+        ]
+        # The model reads how to call from the offer. So calls are text where offers are.
+        tries += [replace(best, results=results, calls="text") for results in ("tool", "user")]
+        best = self._first("calls", tries, [_USER, _asked(1), _result(1)], _TOOLS)
+        return self._first(
+            "several calls",
+            [replace(best, one_call=one_call) for one_call in (False, True)],
+            [_USER, _asked(1, 2), _result(1), _result(2)],
+            _TOOLS,
+        )
+
+    def _first(
+        self, what: str, tries: Iterable[Writing], messages: Sequence[Message], tools: Tools = None
+    ) -> Writing:
+        """Return the first way that loses nothing, or the last one if all do."""
+        ways = tuple(tries)
+        for writing in ways:
+            try:
+                text = self._text(messages, tools, writing)
+            except TemplateError:
+                continue
+            if not dropped(messages, tools, text, CLOSING_MARKS):
+                return writing
+        self.lacks.append(what)
+        return ways[-1]
+
+    def _text(
+        self, messages: Sequence[Message], tools: Tools, writing: Writing, **options: Any
+    ) -> str:
+        shown, given = arrange(messages, tools, self._form, writing)
+        return self._tokenizer.render_chat(shown, tools=given, **options)
+
+    def thought(self, writing: Writing) -> tuple[str, str] | None:
+        """Return the texts before and after a thought in the last message, if it is shown."""
+        answer = {"role": "assistant", "content": "answer", "reasoning_content": "the-thought"}
+        try:
+            asked = self._text([_USER], None, writing)
+            whole = self._text([_USER, answer], None, writing, add_generation_prompt=False)
+        except TemplateError:
+            return None
+        before, found, after = whole.partition("the-thought")
+        same = len(_common_start(asked, before))
+        return (before[same:], after.partition("answer")[0]) if found else None
+
+    def end_id(self, writing: Writing) -> int | None:
+        """Return the token that ends an assistant's turn, if the model itself can end with it."""
+        answer = {"role": "assistant", "content": "answer-text"}
+        try:
+            whole = self._text([_USER, answer], None, writing, add_generation_prompt=False)
+        except TemplateError:
+            return None
+        after = self._tokenizer.encode(whole.rpartition("answer-text")[2])
+        count = num_blanks(after, self._tokenizer)
+        ends = after[count : count + 1]
+        return ends[0] if ends and ends[0] in self._tokenizer.eos_ids else None
+
+
+def _common_start(one: str, other: str) -> str:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(a for a, _ in pairs)
+
+
+def num_blanks(ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Return the number of tokens at the beginning that are only white space, at most 4."""
+    texts = (tokenizer.token_text(token_id) for token_id in ids[:_MAX_BLANKS])
+    return sum(1 for _ in itertools.takewhile(lambda text: not text.strip(), texts))
+
+
+def written(
+    messages: Sequence[Message],
+    tools: Tools,
+    form: ToolFormat,
+    writing: Writing,
+    render: Callable[[Sequence[Message], Tools], str],
+) -> str:
+    """Return the template's text of a conversation, of which nothing is lost.
+
+    Ways that are not the template's habit are tried if it rejects or drops something. Raises
+    TemplateError.
+    """
+    refusal: TemplateError | None = None
+    tried: list[tuple[list[Message], Tools]] = []
+    for way in (writing, *alternatives(writing)):
+        given = arrange(messages, tools, form, way)
+        if given in tried:
+            continue
+        tried.append(given)
+        try:
+            text = render(*given)
+        except TemplateError as error:
+            refusal = refusal or error
+            if error.reason == "missing" or isinstance(error.__cause__, LimitError):
+                break
+            continue
+        lost = dropped(messages, tools, text, CLOSING_MARKS)
+        if not lost:
+            return text
+        refusal = refusal or TemplateError(
+            f"the chat template drops {'; '.join(lost[:3])}, in every role and as text; send "
+            "what it shows, or set model.chat_template to a file that shows it.",
+            reason="drops",
+        )
+    assert refusal is not None, "at least one way was tried"
+    raise refusal
