@@ -17,9 +17,10 @@ END_OF_TEXT, IM_START, IM_END = range(256, 259)
 def _tokenizer(template: str | None, *, eos: str = "<|endoftext|>", **special: str) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_str(tiny_tokenizer().to_json())
     backend.add_tokens([AddedToken(name, normalized=False) for name in NAMES])
-    ends = [backend.token_to_id(eos)]
+    end = backend.token_to_id(eos)
+    assert end is not None
     return Tokenizer(
-        backend, template=template, eos_ids=ends, special_tokens={"eos_token": eos, **special}
+        backend, template=template, eos_ids=[end], special_tokens={"eos_token": eos, **special}
     )
 
 
