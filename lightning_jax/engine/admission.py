@@ -180,6 +180,7 @@ class SlotLoop(Generic[Request]):
         """Return the response to a prompt, still empty. Raises the errors of `check_prompt`."""
         self._intake.check_prompt(prompt)
         limit = min(sampling.max_tokens, self._programs.max_len - len(prompt))
-        decoder = StreamDecoder(self._tokenizer, sampling.shown_ids)
+        context = prompt[-1:] if sampling.continues_text else ()
+        decoder = StreamDecoder(self._tokenizer, sampling.shown_ids, context)
         stalled_s = self._programs.waited_s
         return Response(decoder, self._tokenizer.eos_ids, sampling, limit, time_limit, stalled_s)

@@ -34,6 +34,7 @@ class SamplingParams:
     ignore_eos: bool = False  # continue after an end-of-turn token, for benchmarks
     score_prompt: bool = False  # also return log-probabilities of the prompt's tokens
     shown_ids: tuple[int, ...] = ()  # special tokens whose text is part of the response's text
+    continues_text: bool = False  # the response's text continues the prompt's, first blank included
 
     def __post_init__(self) -> None:
         biases = [-100.0 <= bias <= 100.0 and token >= 0 for token, bias in self.logit_bias]

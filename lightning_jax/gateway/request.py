@@ -53,7 +53,7 @@ class PolicyRequest:
     """Content of one request. None leaves a choice to the server.
 
     Exactly one of `messages` and `prompts` is set. `messages` are in OpenAI's chat format and
-    rendered by the chat template. `prompts` are used unchanged, as text or token ids.
+    rendered by the chat template. `prompts` are texts or token ids. Ids are used unchanged.
     """
 
     dialect: str  # chat, completions, responses, ...
@@ -62,6 +62,7 @@ class PolicyRequest:
     agent: str = ""
     messages: tuple[Any, ...] | None = None  # not validated before rendering
     prompts: tuple[str | tuple[int, ...], ...] | None = None
+    add_special_tokens: bool = True  # to prompts that are texts: those of the tokenizer, like BOS
     functions: tuple[Function, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True

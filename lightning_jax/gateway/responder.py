@@ -299,7 +299,8 @@ class Responder:
                     "prompt",
                     reason="too_many",
                 )
-            return [Rendered(self._prompt_ids(prompt), 0, 0) for prompt in request.prompts]
+            adds = request.add_special_tokens
+            return [Rendered(self._prompt_ids(prompt, adds), 0, 0) for prompt in request.prompts]
         assert request.messages is not None, "a request has messages or prompts"
         tools = [function.as_tool() for function in request.functions] or None
         memory = rollout.memory if rollout else None
@@ -319,10 +320,11 @@ class Responder:
             raise to_api_error(error, "messages") from error
         return [rendered]
 
-    def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    def _prompt_ids(self, prompt: str | tuple[int, ...], adds_special: bool) -> tuple[int, ...]:
         if isinstance(prompt, str):
             check_length([prompt], self.tokenizer, self.serve.max_len)
-            ids = tuple(self.tokenizer.encode(prompt))
+            encode = self.tokenizer.encode_text if adds_special else self.tokenizer.encode
+            ids = tuple(encode(prompt))
         else:
             ids = prompt
         if not ids:

@@ -66,6 +66,7 @@ def sampling_params(
                 ignore_eos=request.ignore_eos,
                 score_prompt=request.score_prompt,
                 shown_ids=shown_ids,
+                continues_text=request.prompts is not None,
             )
             for index, (room, _) in enumerate(choices)
         )

@@ -59,6 +59,7 @@ BINDING: Mapping[str, tuple[Any, ...]] = {
     # What the answer holds
     "prompt_logprobs": (),
     "skip_special_tokens": (True,),  # false asks for them
+    "add_special_tokens": (),  # a chat template writes its own
     **dict.fromkeys(("logprobs", "top_logprobs", "n_probs", "decoder_input_details"), (0,)),
     **dict.fromkeys(("documents", "extra_body", "lora_path", "echo"), ()),
 }

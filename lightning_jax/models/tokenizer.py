@@ -10,14 +10,14 @@ from typing import Any
 import tokenizers
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models import chat_template, token_bytes
+from lightning_jax.models import chat_template, declared_tokens, token_bytes
+from lightning_jax.models.end_of_turn import end_of_turn
+from lightning_jax.models.plain_files import malformed, read_object
 from lightning_jax.types import Message
 
 TOOL_TEMPLATE = "tool_use"  # name of the template that transformers uses for tools
-_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _NUM_REMEMBERED, _MAX_REMEMBERED = 512, 2**16  # cached texts, and characters of one: 32 M at most
 _UNLOCKED = 2**11  # characters; a longer text is encoded without holding the GIL
-_NUM_TOKEN_TEXTS = 2**16  # cached texts of single tokens: a few MB
 _REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, a character
 
 
@@ -43,21 +43,18 @@ class Tokenizer:
         self.tool_template = tool_template  # to use with tools, where the model has one for them
         self.tool_format = tool_format  # that the model writes calls in; "": known by its template
         self.special_tokens = dict(special_tokens or {})  # "eos_token" -> "<|im_end|>" and such
-        self.eos_ids = frozenset(eos_ids)  # any of them ends a response
+        self.named_eos_ids = frozenset(eos_ids)  # those that the model's files name
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.added_ids = frozenset(added)  # matched whole in text, special or not
         # All rollouts of a group start with the same prompt.
         self._encode_once = functools.lru_cache(maxsize=_NUM_REMEMBERED)(self._encode)
-        self._text_once = functools.lru_cache(maxsize=_NUM_TOKEN_TEXTS)(
-            lambda token_id: self.decode([token_id], skip_special=False)
-        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the caches."""
         return _unpickle, (
-            *(self.to_json(), self.template, self.eos_ids, self.special_tokens),
+            *(self.to_json(), self.template, self.named_eos_ids, self.special_tokens),
             *(self.tool_format, self.tool_template),
         )
 
@@ -71,13 +68,20 @@ class Tokenizer:
             return list(self._encode(text, special))
         return list(self._encode_once(text, special))
 
-    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a whole text, with those that the tokenizer adds, such as BOS.
+
+        Raises ValueError like `encode`.
+        """
+        return list(self._encode(text, True, True))
+
+    def _encode(self, text: str, special: bool, whole: bool = False) -> tuple[int, ...]:
         backend = self._backend if special else self._plain_backend
         try:
             if len(text) <= _UNLOCKED:
-                return tuple(backend.encode(text, add_special_tokens=False).ids)
+                return tuple(backend.encode(text, add_special_tokens=whole).ids)
             # Unlike `encode`, `encode_batch` releases the GIL.
-            return tuple(backend.encode_batch([text], add_special_tokens=False)[0].ids)
+            return tuple(backend.encode_batch([text], add_special_tokens=whole)[0].ids)
         except TypeError as error:  # raised by the Rust library for half a surrogate pair
             raise ValueError(
                 "the text contains half of a surrogate pair; send valid Unicode text"
@@ -95,9 +99,10 @@ class Tokenizer:
         """Return the text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token, special or not, and cache recent ones."""
-        return self._text_once(token_id)
+    @functools.cached_property
+    def pieces(self) -> token_bytes.Pieces:
+        """Names and bytes of single tokens."""
+        return token_bytes.Pieces(self._backend)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of the token with this text, or None if the vocabulary lacks it."""
@@ -111,9 +116,13 @@ class Tokenizer:
     @functools.cached_property
     def special_pattern(self) -> re.Pattern[str] | None:
         """Pattern of the texts of special tokens, longest first, or None if there are none."""
-        texts = {self.token_text(token_id) for token_id in self.special_ids}
-        texts = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts))) if texts else None
+        added = self._backend.get_added_tokens_decoder().values()
+        texts = {token.content for token in added if token.special and len(token.content) > 1}
+        return (
+            re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+            if texts
+            else None
+        )
 
     def render_chat(
         self,
@@ -159,7 +168,7 @@ class Tokenizer:
             self._backend,
             template=self.template if template is None else template,
             tool_template=self.tool_template if template is None else tool_template,
-            eos_ids=self.eos_ids,
+            eos_ids=self.named_eos_ids,
             special_tokens=self.special_tokens,
             tool_format=self.tool_format if tool_format is None else tool_format,
         )
@@ -171,9 +180,25 @@ class Tokenizer:
         backend.encode_special_tokens = True
         return backend
 
+    @functools.cached_property
+    def template_end_id(self) -> int | None:
+        """Token that the chat template writes after a response, or None if it writes none."""
+        if self.template is None:
+            return None
+        added = {t.content: i for i, t in self._backend.get_added_tokens_decoder().items()}
+        return end_of_turn(self.template, self.special_tokens, added)
+
+    @functools.cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a response: those that the files name, and the chat template's end."""
+        end = self.template_end_id
+        return self.named_eos_ids | (frozenset() if end is None else {end})
+
     @property
     def end_of_turn_id(self) -> int | None:
         """Token with which the model itself ends a response, or None if there is none."""
+        if self.template_end_id is not None:
+            return self.template_end_id
         named = self.token_id(self.special_tokens.get("eos_token", ""))
         return named if named in self.eos_ids else min(self.eos_ids, default=None)
 
@@ -231,20 +256,17 @@ def from_hf(directory: Path) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises nothing narrower
-        raise TokenizerError(
-            f"{path} is not a readable tokenizer: {error}", reason="malformed", key=str(path)
-        ) from error
+        raise malformed(path, "a readable tokenizer", error, TokenizerError) from error
     # Truncation or padding left over from training would cut or lengthen every prompt.
     backend.no_truncation()
     backend.no_padding()
-    settings = _read_json(directory / "tokenizer_config.json")
-    named = {name: settings[name] for name in _NAMES if settings.get(name)}
-    special = {
-        name: token if isinstance(token, str) else token["content"] for name, token in named.items()
-    }
+    settings = read_object(directory / "tokenizer_config.json", TokenizerError)
+    named = declared_tokens.named_tokens(directory, settings, TokenizerError)
+    declared_tokens.add_declared(backend, directory, settings, named, TokenizerError)
+    special = declared_tokens.texts(named)
     eos = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
     for name in ("generation_config.json", "config.json"):
-        declared = _read_json(directory / name).get("eos_token_id")
+        declared = read_object(directory / name, TokenizerError).get("eos_token_id")
         if declared is not None:
             eos += declared if isinstance(declared, list) else [declared]
             break
@@ -253,20 +275,9 @@ def from_hf(directory: Path) -> Tokenizer:
         backend,
         template=templates.get("default"),
         tool_template=templates.get(TOOL_TEMPLATE),
-        eos_ids=[i for i in eos if i is not None],
+        eos_ids=[i for i in eos if type(i) is int and i >= 0],
         special_tokens=special,
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(
-            f"{path} is not readable JSON: {error}", reason="malformed", key=str(path)
-        ) from error
 
 
 def _read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -285,16 +296,23 @@ def _read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
 class StreamDecoder:
     """Decoder of a response whose tokens arrive one by one.
 
-    The joined pieces equal the text of all ids decoded at once. The DecodeStream of `tokenizers`
-    does not serve: it raises when byte tokens of a byte-fallback vocabulary form no character.
+    The joined pieces equal the text of all ids decoded at once. With `context`, the ids before the
+    first one, they equal what the ids add to its text: some vocabularies drop a blank at the start
+    of a text. The DecodeStream of `tokenizers` does not serve: it raises when byte tokens of a
+    byte-fallback vocabulary form no character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, shown_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        shown_ids: Iterable[int] = (),
+        context: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._hidden_ids = tokenizer.special_ids.difference(shown_ids)
         # Decoding restarts from `_context`, the last piece already returned, because some
         # vocabularies write a word's leading space only after another token.
-        self._context: list[int] = []
+        self._context: list[int] = list(context)
         self._fresh: list[int] = []
         self._given = 0  # characters of the fresh text already returned
 

@@ -124,7 +124,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
 
     Raises ValueError if that is not an end-of-response token.
     """
-    end_id = habits_of(tokenizer).end_id
+    end_id = tokenizer.template_end_id
     if end_id is None:
         raise InvalidValue(
             "the chat template ends an assistant message with none of the end-of-response tokens "

@@ -143,7 +143,7 @@ class Family:
         """Return the tiny tokenizer with these templates."""
         tiny = tiny_tokenizer()
         chat = tiny.with_chat(template=self.template, tool_template=self.tool_template)
-        chat.eos_ids = frozenset(tiny.encode("".join(self.ends)))
+        chat.named_eos_ids = frozenset(tiny.encode("".join(self.ends)))
         return chat
 
 

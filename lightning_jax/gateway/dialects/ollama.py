@@ -24,7 +24,7 @@ from lightning_jax.gateway.dialects.base import (
     to_request,
 )
 from lightning_jax.gateway.dialects.messages import add_assistant, tool_call, whole_calls
-from lightning_jax.gateway.dialects.openai_fields import Tools, functions_of, logprob_entries
+from lightning_jax.gateway.dialects.openai_fields import TokenEntries, Tools, functions_of
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import (
     MAX_MESSAGES,
@@ -169,14 +169,17 @@ class OllamaReply(Reply):
     """
 
     content: Callable[[str, list[Any]], dict[str, Any]]  # fields with a text and tool calls
+    _entries: TokenEntries | None = None  # of a stream
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
         content = self.content(answer.text, _called(answer))
-        return self._line(content | self._logprobs(answer.completion) | self._end(answer))
+        logprobs = self._logprobs(answer.completion, self._new_entries())
+        return self._line(content | logprobs | self._end(answer))
 
     def delta(self, delta: Delta) -> Iterable[Event]:
-        logprobs = self._logprobs(delta.chunk) if delta.chunk else {}
+        self._entries = self._entries or self._new_entries()
+        logprobs = self._logprobs(delta.chunk, self._entries) if delta.chunk else {}
         if delta.text or logprobs:
             yield Event(self._line(self.content(delta.text, []) | logprobs | {"done": False}))
 
@@ -190,11 +193,11 @@ class OllamaReply(Reply):
         created = datetime.fromtimestamp(self.context.created, UTC)
         return {"model": self.request.model, "created_at": _rfc3339(created), **payload}
 
-    def _logprobs(self, tokens: Any) -> dict[str, Any]:
-        if not self.request.logprobs:
-            return {}
-        entries = logprob_entries(tokens, self.context.tokenizer, self.request.top_logprobs)
-        return {"logprobs": entries}
+    def _new_entries(self) -> TokenEntries:
+        return TokenEntries(self.context.tokenizer, self.request.top_logprobs)
+
+    def _logprobs(self, tokens: Any, entries: TokenEntries) -> dict[str, Any]:
+        return {"logprobs": entries.write(tokens)} if self.request.logprobs else {}
 
     def _end(self, answer: Answer) -> dict[str, Any]:
         clock = answer.clock

@@ -1,6 +1,7 @@
 """OpenAI's chat completions API."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import AliasPath, Field, PlainValidator
@@ -21,9 +22,9 @@ from lightning_jax.gateway.dialects.openai_fields import (
     ChoiceFields,
     ChoicesReply,
     Format,
+    TokenEntries,
     Tools,
     functions_of,
-    logprob_entries,
     template_kwargs,
 )
 from lightning_jax.gateway.errors import invalid
@@ -109,9 +110,11 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     return request, lambda context: ChatReply(request, context, include_usage)
 
 
+@dataclass
 class ChatReply(ChoicesReply):
     """Chat completion bodies and chunks."""
 
+    _entries: dict[int, TokenEntries] = field(default_factory=dict)  # of streamed choices
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -120,7 +123,7 @@ class ChatReply(ChoicesReply):
             {
                 "index": index,
                 "message": {"role": "assistant", "refusal": None, **_message(answer)},
-                **self._token_fields(answer.completion),
+                **self._token_fields(answer.completion, self._new_entries()),
                 "finish_reason": answer.finish_reason,
             }
             for index, answer in enumerate(answers)
@@ -133,7 +136,10 @@ class ChatReply(ChoicesReply):
             yield self.chunk([_choice(index, delta)], **self._prompt_fields())
 
     def delta(self, delta: Delta) -> Iterable[Event]:
-        tokens = self._token_fields(delta.chunk) if delta.chunk and self.shows_tokens else {}
+        tokens = {}
+        if delta.chunk and self.shows_tokens:
+            entries = self._entries.setdefault(delta.choice, self._new_entries())
+            tokens = self._token_fields(delta.chunk, entries)
         if delta.text or (tokens and not delta.calls):
             yield self.chunk([_choice(delta.choice, {"content": delta.text}) | tokens])
             tokens = {}
@@ -149,14 +155,16 @@ class ChatReply(ChoicesReply):
             return {}
         return {"prompt_token_ids": list(self.context.prompt_ids[0])}
 
-    def _token_fields(self, tokens: Any) -> dict[str, Any]:
-        entries = None
+    def _new_entries(self) -> TokenEntries:
+        top, as_ids = self.request.top_logprobs, self.request.return_tokens_as_token_ids
+        return TokenEntries(self.context.tokenizer, top, as_ids)
+
+    def _token_fields(self, tokens: Any, entries: TokenEntries) -> dict[str, Any]:
+        shown = None
         if self.request.logprobs:
-            top, as_ids = self.request.top_logprobs, self.request.return_tokens_as_token_ids
-            content = logprob_entries(tokens, self.context.tokenizer, top, as_ids)
-            entries = {"content": content, "refusal": None}
+            shown = {"content": entries.write(tokens), "refusal": None}
         ids = {"token_ids": list(tokens.token_ids)} if self.request.return_token_ids else {}
-        return {"logprobs": entries, **ids}
+        return {"logprobs": shown, **ids}
 
 
 def _message(answer: Answer) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """OpenAI's completions API for plain prompts.
 
 `echo` with `logprobs` returns the log-probabilities of the prompt's tokens too, with null for the
-first token. `text_offset` counts from the start of a choice's own text.
+first token. `text_offset` counts from the start of a choice's own text. The tokenizer's own BOS
+precedes a text prompt unless `add_special_tokens` is false, and is no part of the echoed text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,8 +27,7 @@ from lightning_jax.gateway.dialects.openai_fields import (
     IGNORED,
     ChoiceFields,
     ChoicesReply,
-    logprob_entries,
-    token_entry,
+    TokenEntries,
 )
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import PolicyRequest
@@ -61,6 +61,7 @@ class CompletionsBody(ChoiceFields, extra="allow"):
     suffix: Annotated[Any, fields.harmless("")] = None
     best_of: fields.Integer | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     top_logprobs: fields.TopLogprobs | None = Field(None, alias="logprobs")
 
 
@@ -105,58 +106,90 @@ class _Transcript:
     tokenizer: Tokenizer
     top: int
     as_ids: bool
-    _decoder: StreamDecoder = field(init=False)
+    prompt_ids: Sequence[int]
     _length: int = 0  # number of characters before the next token
+    _entries: TokenEntries = field(init=False)
+    _decoder: StreamDecoder = field(init=False)
 
     def __post_init__(self) -> None:
-        self._decoder = StreamDecoder(self.tokenizer)
+        # The text continues the prompt's, so that no blank is dropped.
+        self._entries = TokenEntries(self.tokenizer, self.top, self.as_ids, is_start=False)
+        self._decoder = StreamDecoder(self.tokenizer, context=self.prompt_ids[-1:])
 
-    def prompt(self, token_ids: Sequence[int], scores: PromptScores) -> dict[str, list[Any]]:
-        """Return the entries of an echoed prompt, whose special tokens are part of the text."""
-        offsets = []
-        for token_id in token_ids:
-            special = token_id in self.tokenizer.special_ids
-            shown = self.tokenizer.token_text(token_id) if special else ""
-            offsets.append(self._advance(token_id, shown))
-        scored = _scored(token_ids, scores)
-        entries = logprob_entries(scored, self.tokenizer, self.top, self.as_ids)
-        first = [token_entry(i, 0.0, self.tokenizer, self.as_ids) for i in token_ids[:1]]
+    def prompt(self, text: str, inside: range, scores: PromptScores) -> dict[str, list[Any]]:
+        """Return the entries of an echoed prompt, whose special tokens are part of the text.
+
+        Only the tokens at the places `inside` are, not those that the tokenizer adds around it.
+        """
+        decoder, offsets = StreamDecoder(self.tokenizer, self.tokenizer.special_ids), []
+        for place, token_id in enumerate(self.prompt_ids):
+            offsets.append(min(self._length, len(text)))
+            self._length += len(decoder.push(token_id)) if place in inside else 0
+        self._length = len(text)
+        first = _scored(self.prompt_ids[:1], PromptScores((0.0,), ((),)))
+        others = _scored(self.prompt_ids[1:], scores)
+        entries = [*self._entries.write(first), *self._entries.write(others)]
+        tops = [None, *(_best(entry) for entry in entries[1:])]
+        names = [entry["token"] for entry in entries]
+        if inside and not self.as_ids:
+            start = inside.start
+            names[start] = self._name_at_start(self.prompt_ids[start], tops[start])
+        logprobs = [None, *(entry["logprob"] for entry in entries[1:])]
         return {
-            "tokens": [entry["token"] for entry in (*first, *entries)],
-            "token_logprobs": [None, *(entry["logprob"] for entry in entries)],
-            "top_logprobs": [None, *(_best(entry) for entry in entries)],
+            "tokens": names,
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 
+    def _name_at_start(self, token_id: int, top: dict[str, float] | None) -> str:
+        """Return the name of the text's first token, without a blank that the text lacks.
+
+        Rename it among the likeliest tokens too.
+        """
+        pieces = self.tokenizer.pieces
+        name, added = pieces.name(token_id), pieces.at_start(token_id)
+        if added == pieces.of(token_id):
+            return name
+        shown = added.decode(errors="replace")
+        if top is not None:
+            if shown in top:  # another token has this name
+                return name
+            top[shown] = top.pop(name)
+        return shown
+
     def sampled(self, tokens: Completion | Chunk) -> dict[str, list[Any]]:
-        entries = logprob_entries(tokens, self.tokenizer, self.top, self.as_ids)
+        entries = self._entries.write(tokens)
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [_best(entry) for entry in entries],
-            "text_offset": [self._advance(i, "") for i in tokens.token_ids],
+            "text_offset": [self._advance(i) for i in tokens.token_ids],
         }
 
-    def _advance(self, token_id: int, shown: str) -> int:
-        """Return the offset of a token. `shown` is its text if the decoder would skip it."""
+    def _advance(self, token_id: int) -> int:
+        """Return the offset of a sampled token."""
         offset = self._length
-        self._length += len(self._decoder.push(token_id)) + len(shown)
+        self._length += len(self._decoder.push(token_id))
         return offset
 
 
-def _scored(token_ids: Sequence[int], scores: PromptScores) -> Chunk:
-    """Return the prompt's tokens after the first, in the form of sampled tokens."""
-    ids, logprobs = tuple(token_ids[1:]), scores.logprobs
-    nothing = (False,) * len(ids)
-    return Chunk("", ids, logprobs, logprobs, (0,) * len(ids), nothing, scores.top_logprobs)
+def _scored(ids: Sequence[int], scores: PromptScores) -> Chunk:
+    """Return tokens of a prompt in the form of sampled tokens."""
+    logprobs, nothing = scores.logprobs, (False,) * len(ids)
+    return Chunk("", tuple(ids), logprobs, logprobs, (0,) * len(ids), nothing, scores.top_logprobs)
 
 
 def _best(entry: dict[str, Any]) -> dict[str, float]:
-    """Return the most likely tokens and the sampled one. Of equal texts, keep the more likely."""
-    best: dict[str, float] = {}
-    for other in (*entry["top_logprobs"], entry):
-        best.setdefault(other["token"], other["logprob"])
-    return best
+    """Return the most likely tokens and the sampled one."""
+    return {other["token"]: other["logprob"] for other in (*entry["top_logprobs"], entry)}
+
+
+def _inside(prompt_ids: Sequence[int], plain: Sequence[int]) -> range:
+    """Return the places of a text's own tokens between those that the tokenizer adds around it."""
+    starts = range(len(prompt_ids) - len(plain) + 1)
+    start = next((n for n in starts if list(prompt_ids[n : n + len(plain)]) == list(plain)), 0)
+    return range(start, start + len(plain))
 
 
 @dataclass
@@ -196,10 +229,14 @@ class CompletionsReply(ChoicesReply):
         if self.echo:
             assert self.request.prompts, "this dialect has prompts"
             sent = self.request.prompts[index // self.request.num_choices]
-            is_text = isinstance(sent, str)
-            choice["text"] = sent if is_text else tokenizer.decode(sent, skip_special=False)
+            choice["text"] = (
+                sent if isinstance(sent, str) else tokenizer.decode(sent, skip_special=False)
+            )
             if scores is not None:
-                choice["logprobs"] = self._transcript(index).prompt(prompt_ids, scores)
+                plain = tokenizer.encode(sent) if isinstance(sent, str) else sent
+                choice["logprobs"] = self._transcript(index).prompt(
+                    choice["text"], _inside(prompt_ids, plain), scores
+                )
         if self.request.return_token_ids:
             choice |= {"prompt_token_ids": list(prompt_ids), "token_ids": []}
         return choice
@@ -215,7 +252,8 @@ class CompletionsReply(ChoicesReply):
     def _transcript(self, index: int) -> _Transcript:
         request = self.request
         as_ids = request.return_tokens_as_token_ids
-        new = _Transcript(self.context.tokenizer, request.top_logprobs, as_ids)
+        prompt_ids = self.context.prompt_ids[index]
+        new = _Transcript(self.context.tokenizer, request.top_logprobs, as_ids, prompt_ids)
         return self._transcripts.setdefault(index, new)
 
 

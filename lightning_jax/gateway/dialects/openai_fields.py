@@ -190,33 +190,42 @@ def _fingerprint(answers: Sequence[Answer]) -> str | None:
     return f"policy-{versions[-1]}" if versions else None
 
 
-def logprob_entries(
-    tokens: Completion | Chunk, tokenizer: Tokenizer, top: int, as_ids: bool = False
-) -> list[dict[str, Any]]:
-    """Return one entry per token, with log-probabilities of the policy at temperature 1.
+@dataclass
+class TokenEntries:
+    """Writer of one entry per token of a choice, whose tokens come in order.
 
-    With `as_ids`, a token is named by its id instead of its text.
+    The log-probabilities are those of the policy at temperature 1. With `as_ids`, a token is named
+    by its id. Names are unique and do not depend on a token's place. `bytes` are those that the
+    token adds to the choice's text there, so they join to it: none for a hidden special token, and
+    no blank that the vocabulary drops at the start of a text.
     """
-    entries = []
-    alternatives = tokens.top_logprobs or ((),) * len(tokens.token_ids)
-    for token_id, logprob, others in zip(
-        tokens.token_ids, tokens.behavior_logprobs, alternatives, strict=True
-    ):
-        best = [token_entry(i, value, tokenizer, as_ids) for i, value in others[:top]]
-        entry = token_entry(token_id, logprob, tokenizer, as_ids)
-        entries.append({**entry, "top_logprobs": best})
-    return entries
 
+    tokenizer: Tokenizer
+    top: int
+    as_ids: bool = False
+    is_start: bool = True  # no token has added to the text yet
 
-def token_entry(
-    token_id: int, logprob: float, tokenizer: Tokenizer, as_id: bool = False
-) -> dict[str, Any]:
-    """Return one token's text or id, log-probability and bytes."""
-    text = tokenizer.token_text(token_id)
-    # If a token is only part of a character, its bytes are not those of the text.
-    whole = "\ufffd" not in text
-    return {
-        "token": f"token_id:{token_id}" if as_id else text,
-        "logprob": max(logprob, MIN_LOGPROB),
-        "bytes": list(text.encode()) if whole else None,
-    }
+    def write(self, tokens: Completion | Chunk) -> list[dict[str, Any]]:
+        """Return the entries of the next tokens."""
+        entries = []
+        alternatives = tokens.top_logprobs or ((),) * len(tokens.token_ids)
+        for token_id, logprob, others in zip(
+            tokens.token_ids, tokens.behavior_logprobs, alternatives, strict=True
+        ):
+            best = [self._entry(i, value) for i, value in others[: self.top]]
+            entries.append({**self._entry(token_id, logprob), "top_logprobs": best})
+            self.is_start = self.is_start and token_id in self._hidden_ids
+        return entries
+
+    @property
+    def _hidden_ids(self) -> frozenset[int]:
+        return self.tokenizer.special_ids | self.tokenizer.eos_ids
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        pieces, is_hidden = self.tokenizer.pieces, token_id in self._hidden_ids
+        added = pieces.at_start(token_id) if self.is_start else pieces.of(token_id)
+        return {
+            "token": f"token_id:{token_id}" if self.as_ids else pieces.name(token_id),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": [] if is_hidden else list(added),
+        }

@@ -20,7 +20,6 @@ from lightning_jax.models.template_limits import LimitError
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import Message
 
-_MAX_BLANKS = 4  # tokens between a response and the end of its turn
 CLOSING_MARKS = tuple(end for _, end in THOUGHT_MARKS)
 
 
@@ -29,12 +28,11 @@ class Habits:
     """Use of a tokenizer's chat template.
 
     `thought` has the texts around the thought of the last message, or is None if the template
-    drops it. `end_id` ends an assistant's turn, and is None if the template writes no such token.
+    drops it.
     """
 
     writing: Writing = AS_IT_IS
     thought: tuple[str, str] | None = None
-    end_id: int | None = None
     lacks: tuple[str, ...] = ()  # what it does not take even in the plainest writing
 
     def facts(self) -> dict[str, str]:
@@ -65,7 +63,7 @@ def habits_of(tokenizer: Tokenizer) -> Habits:
         return Habits()
     trial = _Trial(tokenizer, format_of(tokenizer))
     writing = trial.writing()
-    return Habits(writing, trial.thought(writing), trial.end_id(writing), tuple(trial.lacks))
+    return Habits(writing, trial.thought(writing), tuple(trial.lacks))
 
 
 _SYSTEM = {"role": "system", "content": "system-text"}
@@ -182,28 +180,10 @@ class _Trial:
         same = len(_common_start(asked, before))
         return (before[same:], after.partition("answer")[0]) if found else None
 
-    def end_id(self, writing: Writing) -> int | None:
-        """Return the token that ends an assistant's turn, if the model itself can end with it."""
-        answer = {"role": "assistant", "content": "answer-text"}
-        try:
-            whole = self._text([_USER, answer], None, writing, add_generation_prompt=False)
-        except TemplateError:
-            return None
-        after = self._tokenizer.encode(whole.rpartition("answer-text")[2])
-        count = num_blanks(after, self._tokenizer)
-        ends = after[count : count + 1]
-        return ends[0] if ends and ends[0] in self._tokenizer.eos_ids else None
-
 
 def _common_start(one: str, other: str) -> str:
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return "".join(a for a, _ in pairs)
-
-
-def num_blanks(ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Return the number of tokens at the beginning that are only white space, at most 4."""
-    texts = (tokenizer.token_text(token_id) for token_id in ids[:_MAX_BLANKS])
-    return sum(1 for _ in itertools.takewhile(lambda text: not text.strip(), texts))
 
 
 def written(

@@ -27,13 +27,14 @@ from typing import Any
 
 from lightning_jax.engine.generation import PromptTooLong
 from lightning_jax.gateway.messages import normalize_message, normalize_messages
-from lightning_jax.gateway.prompt.habits import CLOSING_MARKS, habits_of, num_blanks, written
+from lightning_jax.gateway.prompt.habits import CLOSING_MARKS, habits_of, written
 from lightning_jax.gateway.prompt.shield import Shield
 from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of, mark_ids
 from lightning_jax.gateway.prompt.writing import Tools, without_thought
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import Message
 
+_MAX_BLANKS = 4  # tokens between a response and the end of its turn
 _INDEX = re.compile("([0-9]+)@@")  # of a replayed message, after the mark
 
 
@@ -336,6 +337,9 @@ def _tail(last: int, ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """
     if last not in tokenizer.eos_ids:
         return ids
-    count = num_blanks(ids, tokenizer)
-    ends = {last, habits_of(tokenizer).end_id}
-    return ids[count + 1 :] if ids[count : count + 1] and ids[count] in ends else ids
+    for count, token_id in enumerate(ids[: _MAX_BLANKS + 1]):
+        if token_id in (last, tokenizer.template_end_id):
+            return ids[count + 1 :]
+        if tokenizer.decode([token_id], skip_special=False).strip():
+            break
+    return ids

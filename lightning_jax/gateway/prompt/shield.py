@@ -14,13 +14,17 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import Message
 
 
+def _text(token_id: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode([token_id], skip_special=False)
+
+
 class Shield:
     """Marks in place of special tokens, with `mark` in front of each."""
 
     def __init__(self, mark: str, tokenizer: Tokenizer, of_assistants: Collection[int]) -> None:
         self._mark, self._special = mark, tokenizer.special_pattern
         # Assistants write thoughts and calls, which some vocabularies mark with special tokens.
-        self._of_assistants = {tokenizer.token_text(token_id) for token_id in of_assistants}
+        self._of_assistants = {_text(token_id, tokenizer) for token_id in of_assistants}
         self.hidden: list[str] = []
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:

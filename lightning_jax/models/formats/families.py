@@ -1,6 +1,6 @@
 """Model families that the decoder computes, and how each differs from Llama."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,3 +37,14 @@ def find_family(name: Any, where: object, key: str) -> Family:
             key=key,
         )
     return FAMILIES[name]
+
+
+def refuse_experts(where: object, keys: Collection[str]) -> None:
+    """Raise ModelError if a file has these fields of a mixture of experts."""
+    for key in keys:
+        raise ModelError(
+            f"{where} is a mixture of experts ({key}), which is not supported; use a dense model "
+            f"of one of the families {sorted(FAMILIES)}",
+            reason="unsupported",
+            key=key,
+        )

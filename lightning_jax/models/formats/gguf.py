@@ -7,36 +7,38 @@ from typing import Any
 
 import jax
 import numpy as np
-from gguf import GGUFReader, ReaderTensor
+from gguf import ReaderTensor
 from gguf.quants import dequantize
 
 from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
-from lightning_jax.models.formats.families import find_family
+from lightning_jax.models.formats.families import find_family, refuse_experts
+from lightning_jax.models.formats.gguf_file import Contents
 from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.formats.param_names import NamedParam, named_params, unflatten
 from lightning_jax.models.transformer import DecoderConfig, Params
 
+_EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 GROUP_BYTES = 2**18
 COMPARED_ROWS = 64  # of the embedding and the output weights
 # Norm of the difference by the norm of the rows. Types of 4 bits and more round by less.
 MAX_ROUNDING = 0.15
 
 
-def read_config(reader: GGUFReader) -> DecoderConfig:
-    """Read the model's shape. Raises ModelError for an unknown architecture."""
-    name = _value(reader, "general.architecture")
+def read_config(file: Contents) -> DecoderConfig:
+    """Read the model's shape. Raises ModelError for one that this decoder cannot compute."""
+    name = file.value("general.architecture")
+    _refuse_other_kinds(file, str(name))
     family = find_family(name, "the GGUF file", "general.architecture")
 
     def value(field: str, default: Any = None) -> Any:
-        found = _value(reader, f"{name}.{field}", default)
+        found = file.value(f"{name}.{field}", default)
         if found is None:
-            raise ModelError(
-                f"the GGUF file lacks {name}.{field}, which every {name} model needs; "
-                "download the file again"
-            )
+            raise _lacks(f"{name}.{field}", name)
         return found
 
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    if _EMBEDDING not in tensors:
+        raise _lacks(_EMBEDDING, name)
     embed_dim, heads = int(value("embedding_length")), int(value("attention.head_count"))
     head_dim = int(value("attention.key_length", embed_dim // heads))
     theta = float(value("rope.freq_base", 10000.0))
@@ -46,7 +48,7 @@ def read_config(reader: GGUFReader) -> DecoderConfig:
         factor=float(value("rope.scale_linear", 1.0)),
     )
     return DecoderConfig(
-        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        vocab_size=int(tensors[_EMBEDDING].shape[1]),
         embed_dim=embed_dim,
         mlp_dim=int(value("feed_forward_length")),
         num_layers=int(value("block_count")),
@@ -56,7 +58,7 @@ def read_config(reader: GGUFReader) -> DecoderConfig:
         rope_theta=theta,
         rope_scaling=None if factors is None else _rope_scaling(factors.data, head_dim, theta),
         norm_eps=_short_float(value("attention.layer_norm_rms_epsilon", 1e-5)),
-        tie_embeddings="output.weight" not in tensors or repeated_embedding(tensors) is not None,
+        tie_embeddings=_OUTPUT not in tensors or repeated_embedding(tensors) is not None,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         max_positions=int(value("context_length", 2048)),
@@ -71,7 +73,7 @@ def repeated_embedding(tensors: Mapping[str, ReaderTensor]) -> tuple[str, str] |
     another size. The copy with more bits is kept. No field of the file says that weights are tied,
     so rows of the two are compared.
     """
-    names = ("token_embd.weight", "output.weight")
+    names = (_EMBEDDING, _OUTPUT)
     if not all(name in tensors for name in names):
         return None
     one, other = (tensors[name] for name in names)
@@ -97,26 +99,50 @@ def _refuse_other_scaling(*, kind: str, factor: float) -> None:
     )
 
 
-def read_params(reader: GGUFReader, config: DecoderConfig, dtype: Any) -> Params:
+def _refuse_other_kinds(file: Contents, name: str) -> None:
+    """Raise ModelError for an adapter or another part of a model, and for experts."""
+    kind = file.value("general.type", "model")
+    if kind != "model":
+        raise ModelError(
+            f"the GGUF file has general.type={kind!r}, so it is not a model; use the file of the "
+            "whole model",
+            reason="unsupported",
+            key="general.type",
+        )
+    experts = [key for key in (f"{name}.expert_count",) if file.value(key, 0)]
+    experts += [tensor.name for tensor in file.tensors if "_exps." in tensor.name][:1]
+    experts += ["general.architecture"] if name.endswith("moe") else []
+    refuse_experts("the GGUF file", experts)
+
+
+def _lacks(part: str, name: str) -> ModelError:
+    return ModelError(
+        f"the GGUF file lacks {part}, which a {name} model needs; convert the whole model again, "
+        "or use another file of it",
+        reason="missing",
+        key=part,
+    )
+
+
+def read_params(file: Contents, config: DecoderConfig, dtype: Any) -> Params:
     """Read the weights, dequantised. Raises ModelError if one is missing or has the wrong shape."""
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in file.tensors}
     if config.tie_embeddings and (copies := repeated_embedding(tensors)):
-        tensors["token_embd.weight"] = tensors[copies[0]]
+        tensors[_EMBEDDING] = tensors[copies[0]]
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     params = named_params(config)
     known = {param.gguf for param in params}
     if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in known):
         raise ModelError(
             f"the GGUF file has {unread[0]}, a bias that is not supported for {config.family}; "
-            "use another model"
+            "use another model",
+            reason="unsupported",
+            key=unread[0],
         )
 
     def read(param: NamedParam) -> Any:
         if param.gguf not in tensors:
-            raise ModelError(
-                f"the GGUF file lacks the weight {param.gguf}, which this {config.family} model "
-                "needs; download the file again"
-            )
+            raise _lacks(param.gguf, config.family)
         tensor = tensors[param.gguf]
         array = _dequantize(tensor)
         if config.family == "llama" and param.path[1] in heads:
@@ -162,14 +188,11 @@ def _rope_scaling(factors: np.ndarray, head_dim: int, theta: float) -> RopeScali
     if not np.allclose(ours, factors, rtol=1e-3):
         raise ModelError(
             f"the GGUF file scales rotary frequencies by {np.unique(factors)[:4]}..., not by "
-            "Llama 3's factors; load the Hugging Face directory of this model instead"
+            "Llama 3's factors; load the Hugging Face directory of this model instead",
+            reason="unsupported",
+            key="rope_freqs.weight",
         )
     return scaling
-
-
-def _value(reader: GGUFReader, name: str, default: Any = None) -> Any:
-    entry = reader.fields.get(name)
-    return default if entry is None else entry.contents()
 
 
 def _short_float(value: float) -> float:

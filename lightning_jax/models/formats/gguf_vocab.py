@@ -3,8 +3,9 @@
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from lightning_jax.models.formats.gguf_file import Contents
 from lightning_jax.models.tokenizer import TOOL_TEMPLATE, Tokenizer, TokenizerError
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are never split
@@ -19,15 +20,15 @@ _PATTERNS = {
     "qwen2": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",
 }
 _SINGLE_DIGITS = ("smollm",)
+_ADDS_BOS = ("llama-bpe",)
 _PLAIN = ("gpt-2", "default")
 
 
-def read(reader: Any) -> Tokenizer:
-    """Build the tokenizer from the metadata of an open gguf.GGUFReader. Raises TokenizerError."""
+def read(file: Contents) -> Tokenizer:
+    """Build the tokenizer from the metadata. Raises TokenizerError."""
 
     def value(name: str, default: Any = None) -> Any:
-        entry = reader.fields.get(f"tokenizer.{name}")
-        return default if entry is None else entry.contents()
+        return file.value(f"tokenizer.{name}", default)
 
     kind, pre = value("ggml.model"), value("ggml.pre", "default")
     if kind != "gpt2":
@@ -49,7 +50,18 @@ def read(reader: Any) -> Tokenizer:
             ]
         )
     ids = {name: value(f"ggml.{name}_token_id") for name in _NAMES}
-    eos = {value(f"ggml.{name}_token_id") for name in ("eos", "eot")} - {None}
+    eos = {value(f"ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
+    # As in llama.cpp, Llama 3's vocabulary adds BOS to a text if the file does not say.
+    adds = {"bos": value("ggml.add_bos_token"), "eos": value("ggml.add_eos_token")}
+    if adds["bos"] is None:
+        adds["bos"] = pre in _ADDS_BOS
+    around = {name: tokens[ids[name]] for name in adds if adds[name] and ids[name] is not None}
+    if around:
+        parts = (around.get("bos"), "$A", around.get("eos"))
+        backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+            single=[part for part in parts if part],
+            special_tokens=[(token, ids[name]) for name, token in around.items()],
+        )
     return Tokenizer(
         backend,
         template=value("chat_template"),

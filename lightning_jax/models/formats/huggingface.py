@@ -1,23 +1,31 @@
 """Conversion between Hugging Face's config.json and safetensors and our config and parameters."""
 
+import dataclasses
 import json
+import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 import safetensors.numpy
 
 from lightning_jax.models.attention.attention import RopeScaling
-from lightning_jax.models.formats.families import FAMILIES, Family, find_family
+from lightning_jax.models.formats.advice import on_missing_weights, on_no_config
+from lightning_jax.models.formats.families import FAMILIES, Family, find_family, refuse_experts
 from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.formats.param_names import NamedParam, flatten, named_params, unflatten
+from lightning_jax.models.formats.weight_files import Weights, find_weights
+from lightning_jax.models.plain_files import read_object
 from lightning_jax.models.transformer import DecoderConfig, Params
 
+logger = logging.getLogger(__name__)
+
+COMPARED_ROWS = 64  # of the embedding and the output weights
+_HEAD, _EMBEDDING, _BASE = "lm_head.weight", "model.embed_tokens.weight", "model."
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _REQUIRED = {  # our name of a field -> its name in config.json
     "vocab_size": "vocab_size",
     "embed_dim": "hidden_size",
@@ -32,21 +40,18 @@ def read_config(directory: Path) -> DecoderConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(
-            f"{directory} has no config.json; pass the directory of a Hugging Face model",
+            f"{directory} has no config.json; {on_no_config(directory)}",
             reason="missing",
             key=str(path),
         )
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(
-            f"{path} is not readable JSON: {error}", reason="malformed", key=str(path)
-        ) from error
+    fields = read_object(path, ModelError)
+    refuse_experts(path, [name for name in _EXPERTS if fields.get(name)])
     family = find_family(fields.get("model_type"), path, "model_type")
     missing = [name for name in _REQUIRED.values() if name not in fields]
     if missing:
         raise ModelError(
-            f"{path} lacks {missing}; download it again",
+            f"{path} lacks {missing}, which a {fields['model_type']} model needs; copy the "
+            "config.json of the model there",
             reason="missing",
             key=missing[0],
         )
@@ -108,41 +113,57 @@ def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:
 
     Raises ModelError if a weight is missing or has the wrong shape.
     """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ModelError(
-            f"{directory} has no *.safetensors file; download the model again",
-            reason="missing",
-            key="*.safetensors",
-        )
+    weights = find_weights(directory)
     wanted = {param.hf: param for param in named_params(config)}
+    inside = {_name_in(weights, name): name for name in wanted}
     leaves = {}
-    for name, array in _tensors(files, set(wanted)):
-        param = wanted[name]
+    for name, array in weights.read(inside):
+        param = wanted[inside[name]]
         leaves[param.path] = param.from_rows(name, array, dtype)
     missing = [param.hf for param in wanted.values() if param.path not in leaves]
     if missing:
+        files = set(weights.files.values())
         raise ModelError(
             f"the *.safetensors files of {directory} lack {len(missing)} of {len(wanted)} weights, "
-            f"among them {missing[0]}; download the model again",
+            f"among them {missing[0]}: {on_missing_weights(weights.files, missing, files)}",
             reason="missing",
             key=missing[0],
         )
     return unflatten(leaves)
 
 
-def _tensors(files: list[Path], wanted: set[str]) -> Iterator[tuple[str, np.ndarray]]:
-    for path in files:
-        try:
-            with safetensors.safe_open(path, framework="flax") as opened:  # numpy lacks bfloat16
-                for name in sorted(wanted.intersection(opened.keys())):
-                    yield name, np.asarray(opened.get_tensor(name))
-        except safetensors.SafetensorError as error:
-            raise ModelError(
-                f"{path} is not a readable safetensors file: {error}",
-                reason="malformed",
-                key=str(path),
-            ) from error
+def _name_in(weights: Weights, name: str) -> str:
+    """Return the name that a weight has in the files.
+
+    A model without a head is saved without "model." before its names. Of tied weights, either may
+    be the one that is saved.
+    """
+    if name == _EMBEDDING and name not in weights.files and _HEAD in weights.files:
+        return _HEAD
+    bare = name.removeprefix(_BASE)
+    return bare if name not in weights.files and bare in weights.files else name
+
+
+def untie(directory: Path, config: DecoderConfig) -> DecoderConfig:
+    """Return the config with output weights of their own if the files have them.
+
+    As in transformers, config.json does not count if it says that they are the embedding, but the
+    files have both and they differ. Rows of the two are compared.
+    """
+    weights = find_weights(directory)
+    if not config.tie_embeddings or not {_EMBEDDING, _HEAD} <= weights.files.keys():
+        return config
+    step = config.vocab_size // COMPARED_ROWS + 1
+    embedding, head = (weights.rows(name, step) for name in (_EMBEDDING, _HEAD))
+    if np.array_equal(embedding, head):
+        return config
+    logger.warning(
+        "%s has tie_word_embeddings=true, but its %s is not its embedding; both are used, as in "
+        "transformers",
+        directory,
+        _HEAD,
+    )
+    return dataclasses.replace(config, tie_embeddings=False)
 
 
 def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: frozenset[int]) -> None:

@@ -69,22 +69,46 @@ def load_model(
     path = find_model(name)
     try:
         if path.is_dir():
-            config = huggingface.read_config(path)
+            config = huggingface.untie(path, huggingface.read_config(path))
             vocabulary = with_chat(tokenizer.from_hf(path))
+            check_vocabulary(vocabulary, config.vocab_size, path)
             with _on_host():
                 params = huggingface.read_params(path, config, dtype)
         else:
-            reader = open_file(path)
-            config = gguf.read_config(reader)
-            vocabulary = with_chat(gguf_vocab.read(reader))
+            file = open_file(path)
+            config = gguf.read_config(file)
+            vocabulary = with_chat(gguf_vocab.read(file))
+            check_vocabulary(vocabulary, config.vocab_size, path)
             with _on_host():
-                params = gguf.read_params(reader, config, dtype)
+                params = gguf.read_params(file, config, dtype)
     except tokenizer.TokenizerError as error:
         raise ModelError(str(error), reason=error.reason, key=error.key) from error
     jax.block_until_ready(params)
     logger.info("loaded %s from %s in %.1f s", name, path, time.monotonic() - started)
     config = replace(config, activation_dtype=activation_dtype)
     return LoadedModel(name, config, params, vocabulary)
+
+
+def check_vocabulary(vocabulary: Tokenizer, num_rows: int, path: Path) -> None:
+    """Raise ModelError if a token has no row in the embedding. Log an end that no file names."""
+    beyond = sorted((i, token) for token, i in vocabulary.vocabulary.items() if i >= num_rows)
+    if beyond:
+        (first, token), (last, _) = beyond[0], beyond[-1]
+        raise ModelError(
+            f"the tokenizer of {path} has {len(beyond)} tokens beyond the {num_rows} rows of the "
+            f"embedding, from {token!r} (id {first}) on; call the model's "
+            f"resize_token_embeddings({last + 1}) in transformers and save it, or remove these "
+            "tokens from the tokenizer's files",
+            reason="mismatch",
+            key=token,
+        )
+    if unnamed := vocabulary.eos_ids - vocabulary.named_eos_ids:
+        logger.info(
+            "the chat template ends turns with %s, which the files of %s do not name as an end of "
+            "response (eos_token); it ends responses too",
+            ", ".join(vocabulary.pieces.name(i) for i in unnamed),
+            path,
+        )
 
 
 def load_configured(settings: ModelConfig) -> LoadedModel:

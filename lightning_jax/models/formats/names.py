@@ -18,12 +18,19 @@ def local_path(name: str) -> Path | None:
     Raises ModelError if the name is neither.
     """
     path = Path(name).expanduser()
-    if path.suffix == ".gguf" and not path.is_file():
+    if path.is_dir() or _is_gguf(path):
+        return path
+    if path.suffix == ".gguf":
         raise ModelError(
             f"GGUF file {path} does not exist; check the path", reason="not_found", key=str(path)
         )
-    if path.is_dir() or path.suffix == ".gguf":
-        return path
+    if path.is_file():
+        raise ModelError(
+            f"model {name!r} is a file; set model.name to its folder, {path.parent}, or to a GGUF "
+            "file",
+            reason="not_a_directory",
+            key=name,
+        )
     if name in (SMOLLM2, TINY):
         return None
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
@@ -34,6 +41,14 @@ def local_path(name: str) -> Path | None:
             key=name,
         )
     return None
+
+
+def _is_gguf(path: Path) -> bool:
+    """Return whether the file is one of GGUF, by its name or by its first bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return path.suffix == ".gguf" or file.read(4) == b"GGUF"
 
 
 def read_chat_template(file: str | Path) -> str:

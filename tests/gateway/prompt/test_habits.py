@@ -107,7 +107,7 @@ def test_another_end_than_the_templates_is_the_only_one() -> None:
         FAMILIES["OLMo 2"].template, ends=("<|im_end|>", "<|endoftext|>")
     ).tokenizer()
     other = tokenizer.encode("<|endoftext|>")
-    assert len(other) == 1 and habits_of(tokenizer).end_id == END
+    assert len(other) == 1 and tokenizer.template_end_id == END
     memory = ConversationMemory()
     first = render([{"role": "user", "content": "hi"}], None, tokenizer, memory)
     answer, sampled = {"role": "assistant", "content": "x"}, (*tokenizer.encode("x"), *other)

@@ -11,7 +11,7 @@ from lightning_jax.testing.tiny import tiny_tokenizer
 
 TINY = tiny_tokenizer()
 TOKENIZERS = {name: family.tokenizer() for name, family in FAMILIES.items()}
-SPECIAL = sorted(TINY.token_text(token_id) for token_id in TINY.special_ids)
+SPECIAL = sorted(TINY.decode([token_id], skip_special=False) for token_id in TINY.special_ids)
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "description": "harmless"}}]
 
 

@@ -134,8 +134,8 @@ def _call_parts(answer: Answer) -> list[dict[str, Any]]:
 
 def _logprobs(tokens: Any, tokenizer: Tokenizer, top: int) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.token_text(token_id)
-        return {"token": text, "tokenId": token_id, "logProbability": max(logprob, MIN_LOGPROB)}
+        name = tokenizer.pieces.name(token_id)
+        return {"token": name, "tokenId": token_id, "logProbability": max(logprob, MIN_LOGPROB)}
 
     sampled = zip(tokens.token_ids, tokens.behavior_logprobs, strict=True)
     result = {"chosenCandidates": [entry(*pair) for pair in sampled]}

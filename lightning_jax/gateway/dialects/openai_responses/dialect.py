@@ -28,7 +28,7 @@ from lightning_jax.gateway.dialects.openai_fields import (
     Format,
     FunctionFields,
     OpenAIFields,
-    logprob_entries,
+    TokenEntries,
     template_kwargs,
 )
 from lightning_jax.gateway.dialects.openai_responses.input import input_messages
@@ -190,9 +190,11 @@ class ResponsesReply(Reply):
     settings: Mapping[str, Any]
     save: Callable[[Mapping[str, Any], Message], None]
     _output: Output = field(init=False)
+    _writer: TokenEntries = field(init=False)
 
     def __post_init__(self) -> None:
         self._output = Output(self.context.token)
+        self._writer = TokenEntries(self.context.tokenizer, self.request.top_logprobs)
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         for _ in self._whole(answers[0]):
@@ -250,15 +252,8 @@ class ResponsesReply(Reply):
         }
 
     def _entries(self, tokens: Any) -> list[dict[str, Any]]:
-        """Return log-probability entries. `bytes` is empty if a token is not a whole character."""
-        if not self.request.logprobs or tokens is None:
-            return []
-        top = self.request.top_logprobs
-        entries = logprob_entries(tokens, self.context.tokenizer, top)
-        for entry in entries:
-            for token in (entry, *entry["top_logprobs"]):
-                token["bytes"] = token["bytes"] or []
-        return entries
+        """Return log-probability entries of the next tokens."""
+        return self._writer.write(tokens) if self.request.logprobs and tokens else []
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
         prompt, sampled = self.num_tokens(answers)

@@ -1,0 +1,99 @@
+"""Tokens that the files beside tokenizer.json declare, read as transformers reads them.
+
+`added_tokens_decoder` of tokenizer_config.json counts if it is there. Older models have
+special_tokens_map.json and added_tokens.json in its place.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from lightning_jax.errors import Coded
+from lightning_jax.models.plain_files import read_object
+
+_DECODER = "added_tokens_decoder"
+_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_LISTS = ("extra_special_tokens", "additional_special_tokens")
+
+
+def named_tokens(
+    directory: Path, settings: Mapping[str, Any], error: type[Coded]
+) -> dict[str, Any]:
+    """Return the tokens that have a name, such as `eos_token`, and the lists of other special ones.
+
+    `settings` are those of tokenizer_config.json. Where special_tokens_map.json counts, it comes
+    first. Otherwise it only names what `settings` does not. Raise `error` for an unreadable file.
+    """
+    older = read_object(directory / "special_tokens_map.json", error)
+    merged = {**older, **settings} if _DECODER in settings else {**settings, **older}
+    tokens = {n: v for n, v in merged.items() if n.endswith("_token") and isinstance(v, str | dict)}
+    lists = {n: merged[n] for n in _LISTS if merged.get(n)}
+    return {name: token for name, token in tokens.items() if token} | lists
+
+
+def texts(named: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the tokens that chat templates may use by their names."""
+    return {name: _text(named[name]) for name in _NAMES if name in named}
+
+
+def add_declared(
+    backend: tokenizers.Tokenizer,
+    directory: Path,
+    settings: Mapping[str, Any],
+    named: Mapping[str, Any],
+    error: type[Coded],
+) -> None:
+    """Add the declared tokens that the vocabulary lacks, in the order of their ids.
+
+    Make those that it has special if they are declared so. Raise `error` for a malformed file.
+    """
+    special = [value for name, value in named.items() if name not in _LISTS]
+    for name in _LISTS:
+        listed = named.get(name, ())
+        special += listed.values() if isinstance(listed, dict) else listed
+    special_texts = {_text(token) for token in special}
+    try:
+        if _DECODER in settings:
+            declared = {int(i): _token(fields) for i, fields in settings[_DECODER].items()}
+        else:
+            older = read_object(directory / "added_tokens.json", error)
+            declared = {
+                int(i): _token({"content": text, "special": text in special_texts})
+                for text, i in older.items()
+            }
+        known = backend.get_added_tokens_decoder()
+        declared |= {} if _DECODER in settings else known
+        unknown = [
+            token
+            for _, token in sorted(declared.items(), key=lambda pair: pair[0])
+            if repr(token) not in set(map(repr, known.values()))
+        ]
+        taken = {token.content for token in (*known.values(), *unknown)}
+        unknown += [
+            _token({"content": text, "special": True})
+            for text in map(_text, special)
+            if text not in taken
+        ]
+        for token in unknown:
+            token.special = token.special or token.content in special_texts
+        backend.add_tokens(list(unknown))
+    except (TypeError, ValueError, AttributeError, KeyError) as fault:
+        raise error(
+            f"{directory} declares added tokens in a form that is not known ({fault}); save the "
+            "tokenizer again with transformers' AutoTokenizer",
+            reason="malformed",
+            key=_DECODER,
+        ) from fault
+
+
+def _text(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _token(fields: Mapping[str, Any]) -> tokenizers.AddedToken:
+    known = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    given = {name: fields[name] for name in known if name in fields}
+    content = given.pop("content")
+    return tokenizers.AddedToken(content, **{"normalized": not given.get("special", False)} | given)

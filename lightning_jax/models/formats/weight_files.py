@@ -1,0 +1,130 @@
+"""Weight files of a Hugging Face directory, chosen as transformers chooses them."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from lightning_jax.models.formats.advice import on_no_safetensors
+from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.plain_files import malformed, read_object
+
+NAMED, INDEX = "model.safetensors", "model.safetensors.index.json"
+_CHOSEN = "transformers_weights"  # field of config.json with the name of the file to read
+_ADAPTERS = "adapter_*.safetensors"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Names of the weights in the files of one directory, and the file that has each."""
+
+    directory: Path
+    files: Mapping[str, Path]
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the weights of these names. Each file is opened once."""
+        wanted = set(names)
+        for path in dict.fromkeys(self.files.values()):
+            with _opened(path) as opened:
+                for name in sorted(name for name in wanted if self.files.get(name) == path):
+                    yield name, np.asarray(opened.get_tensor(name))
+
+    def rows(self, name: str, step: int) -> np.ndarray:
+        """Return every `step`-th row of a weight."""
+        with _opened(self.files[name]) as opened:
+            part = opened.get_slice(name)
+            starts = range(0, part.get_shape()[0], step)
+            return np.concatenate([np.asarray(part[start : start + 1]) for start in starts])
+
+
+def find_weights(directory: Path) -> Weights:
+    """Return the weights of the files that count.
+
+    These are the file that config.json names as `transformers_weights`, else `model.safetensors`,
+    else the files that the index names. Without any of them, all loose files are read, which must
+    not repeat a weight. Raises ModelError.
+    """
+    paths, are_loose = _chosen_files(directory)
+    files: dict[str, Path] = {}
+    for path in paths:
+        with _opened(path) as opened:
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                if are_loose and name in files:
+                    raise ModelError(
+                        f"both {files[name]} and {path} have the weight {name}, and no {INDEX} "
+                        "says which file counts; move one of them to another folder",
+                        reason="ambiguous",
+                        key=name,
+                    )
+                files[name] = path  # of two files in the index, transformers takes the last
+    return Weights(directory, files)
+
+
+def _chosen_files(directory: Path) -> tuple[list[Path], bool]:
+    """Return the files to read, and True if nothing names them."""
+    config = directory / "config.json"
+    named = read_object(config, ModelError).get(_CHOSEN)
+    if named is not None:
+        path = _inside(directory, config, named)
+        path = _present(path, config)
+        return (_shards(path) if path.suffix == ".json" else [path]), False
+    if (directory / NAMED).is_file():
+        return [directory / NAMED], False
+    if (directory / INDEX).is_file():
+        return _shards(directory / INDEX), False
+    adapters = set(directory.glob(_ADAPTERS))
+    loose = sorted(set(directory.glob("*.safetensors")) - adapters)
+    if not loose:
+        raise ModelError(
+            f"{directory} has no {NAMED}; {on_no_safetensors(directory)}",
+            reason="missing",
+            key="*.safetensors",
+        )
+    return loose, True
+
+
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index names, in the order of transformers."""
+    named = read_object(index, ModelError).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ModelError(
+            f"{index} has no weight_map from weights to files; write it again with save_pretrained",
+            reason="malformed",
+            key=str(index),
+        )
+    names = sorted(set(named.values()))
+    return [_present(_inside(index.parent, index, name), index) for name in names]
+
+
+def _inside(directory: Path, source: Path, name: Any) -> Path:
+    """Return the path of a file that `source` names. Raise ModelError if it lies elsewhere."""
+    path = Path(os.path.abspath(directory / str(name)))
+    if not path.is_relative_to(os.path.abspath(directory)):
+        raise ModelError(
+            f"{source} names {name!r}, which is outside its folder; correct it",
+            reason="malformed",
+            key=str(source),
+        )
+    return directory / str(name)
+
+
+def _present(path: Path, source: Path) -> Path:
+    if not path.is_file():
+        raise ModelError(
+            f"{path.parent} lacks {path.name}, which {source.name} names; copy or download that "
+            "file too",
+            reason="missing",
+            key=str(path),
+        )
+    return path
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safetensors.safe_open(path, framework="flax")  # numpy lacks bfloat16
+    except safetensors.SafetensorError as error:
+        raise malformed(path, "a readable safetensors file", error, ModelError) from error
