@@ -111,6 +111,7 @@ class Gateway:
         self._external = ExternalRoutes(self._callers, self._bodies)
         self._serve = serve
         self._page: web.Application | None = None
+        self._page_login = ""  # what follows the page's URL in the log
         self._runner: web.AppRunner | None = None
         self._url = self._local_url = ""
 
@@ -145,7 +146,7 @@ class Gateway:
         self._url = (self._serve.public_url or reachable_url(address)).rstrip("/")
         log.info("serving %s at %s", self.model_name, self._url)
         if self._page is not None:
-            log.info("look at the run at %s%s", self._local_url, PAGE)
+            log.info("look at the run at %s%s%s", self._local_url, PAGE, self._page_login)
 
     async def close(self) -> None:
         """Stop listening, and cancel calls in flight soon after. Closing twice is allowed."""
@@ -166,12 +167,13 @@ class Gateway:
         """Let programs outside open rollouts there."""
         self._external.rollouts = rollouts
 
-    def show_page(self, page: web.Application) -> None:
+    def show_page(self, page: web.Application, login: str) -> None:
         """Serve this page for people below PAGE, and send a browser there. Call before `start`.
 
-        The page checks its own key.
+        The page checks its own key. `login` follows its URL in the log: the key as a fragment, or
+        which key to enter.
         """
-        self._page = page
+        self._page, self._page_login = page, login
 
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """Return what the rollout's agent needs to call the policy. Raise ValueError if open."""
