@@ -165,8 +165,16 @@ async def open_service(
         store, decode = gateway.store, gateway.engine.tokenizer.decode
         assert store is not None, "rollouts are recorded"
         scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
-        prompts = dict(config.prompts)
-        yield Runner(running, gateway, config.rollout, config.seed, scorer, server, prompts)
+        yield Runner(
+            running,
+            gateway,
+            config.rollout,
+            config.seed,
+            scorer,
+            server,
+            dict(config.prompts),
+            config.is_judged,
+        )
 
 
 def add_page(make_page: MakePage, directory: Path, key: str | None, gateway: Gateway) -> None:

@@ -27,7 +27,7 @@ async def test_rollout_does_not_open_the_page(
     async with gateway, ClientSession() as client:
         llm = gateway.open_rollout(RolloutSettings("one", seed=0))
         page = f"{gateway.local_url}/studio/api/runs"
-        for key in ("", llm.api_key, "x"):
+        for key in ("", llm.api_key, llm.calls_key, "x"):
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             for query in ("", f"?key={key}"):
                 async with client.get(page + query, headers=headers) as response:

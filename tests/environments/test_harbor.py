@@ -21,6 +21,7 @@ needs_namespaces = pytest.mark.skipif(
 )
 KINDS = [pytest.param("namespaces", marks=needs_namespaces), "processes"]
 NOBODY = LLM("http://localhost:1/v1", "key", "policy")
+OPEN = LLM("http://h/rollout/r~full/v1", "full", "policy", {}, "http://h/rollout/r~calls/v1", "few")
 CHECK = """\
 if [ "$(cat /app/hello.txt)" = "Hello" ]; then
   echo 1 > /logs/verifier/reward.txt
@@ -79,6 +80,13 @@ def test_the_instruction_is_on_standard_input_and_in_words(kind: str, tmp_path: 
     )
     command = [sys.executable, "-c", code, "{instruction}"]
     found = asyncio.run(harbor.run(task, NOBODY, command=command, sandbox=kind))
+    assert found["reward"] == 1.0
+
+
+def test_agent_gets_no_url_at_which_rewards_count(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "hello")
+    script = 'test "$OPENAI_API_KEY" = few && ! printenv | grep full && echo Hello > hello.txt'
+    found = asyncio.run(harbor.run(task, OPEN, command=["bash", "-c", script], sandbox="processes"))
     assert found["reward"] == 1.0
 
 

@@ -29,13 +29,8 @@ from lightning_jax.environments.sandbox import (
 from lightning_jax.errors import UserError
 from lightning_jax.loading import find_program
 from lightning_jax.rollouts.process import Ended
-from lightning_jax.rollouts.program import (
-    OverLimit,
-    check_status,
-    inherited,
-    last_words,
-    program_environment,
-)
+from lightning_jax.rollouts.program import OverLimit, check_status, inherited, last_words
+from lightning_jax.rollouts.visibility import program_environment, task_variable
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
@@ -83,13 +78,18 @@ async def run(
     with open_box(kind, setup.workdir, visible, [task["root"]], setup.variables) as box:
         place_files(folder, setup, box)
         known = start.known(_located(task["instruction"], box))
-        variables = {**outer, **program_environment(known, llm)}
+        variables = {**outer, **_variables(known, llm)}
         ended = await run_boxed(
             box, _filled(words, known), variables, json.dumps(known).encode(), agent_limits
         )
         _check_agent(ended)
         found = await run_tests(folder, box, settings, test_limits)
     return found | {"agent_in_time": float(ended.exceeded is None)}
+
+
+def _variables(known: Task, llm: LLM) -> dict[str, str]:
+    """Return the agent's variables. Rewards and spans that it posts do not count: tests judge."""
+    return program_environment(llm.calls_only()) | task_variable(known)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ async def _run_in_docker(
 ) -> dict[str, float]:
     """Run the agent and the tests in a container of the task's image."""
     known = start.known(start.task["instruction"])
-    variables = program_environment(known, start.llm) | _chosen(start.env)
+    variables = _variables(known, start.llm) | _chosen(start.env)
     words = _filled(_words(start.command), known)
     stdin = json.dumps(known).encode()
     async with open_container(folder, settings, agent_limits) as container:
