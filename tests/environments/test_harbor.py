@@ -91,6 +91,19 @@ def test_agent_gets_no_url_at_which_rewards_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_home_of_the_agent_is_not_that_of_the_tests(kind: str, tmp_path: Path) -> None:
+    python = os.path.realpath(sys.executable)  # an environment has no packages of its user
+    check = f'{python} -c "print(0)" > /logs/verifier/reward.txt\n'
+    task = write_task(tmp_path / "hello", test=check)
+    script = (
+        f"where=$({python} -c 'import site; print(site.getusersitepackages())')\n"
+        "mkdir -p $where\n"
+        "echo 'import os; print(1.0); os._exit(0)' > $where/usercustomize.py"
+    )
+    assert run(task, script, sandbox=kind)["reward"] == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_agent_cannot_write_the_reward_or_change_the_tests(kind: str, tmp_path: Path) -> None:
     task = write_task(tmp_path / "hello")
     where = "/logs/verifier" if kind == "namespaces" else "../logs/verifier"

@@ -307,6 +307,30 @@ async def test_a_program_that_kills_its_supervisor_ends_with_it(tmp_path: Path) 
 
 
 @linux
+async def test_what_left_the_group_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    until_there = f"while [ $(wc -l < {pids}) -lt 2 ]; do sleep 0.01; done"
+    script = f"touch {pids}; " + f"{ESCAPE.format(pids=pids)}; " * 2 + until_there
+    rollout = await rolled_out(tmp_path, shell(f"{script}; kill -9 $PPID; wait"))
+    assert (rollout.status, rollout.reason) == ("agent_failure", "KilledBySignal")
+    assert [is_running(pid) for pid in await pids_in(pids, 2)] == [False] * 2
+
+
+@linux
+async def test_what_left_the_group_ends_with_a_killed_guard(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    until_there = f"while [ $(wc -l < {pids}) -lt 1 ]; do sleep 0.01; done"
+    kill = (
+        "guard=$(($(cut -d' ' -f4 /proc/$PPID/stat)));"
+        "grep -q supervisor.py /proc/$guard/cmdline && kill -9 $guard && sleep 60"
+    )
+    script = f"touch {pids}; {ESCAPE.format(pids=pids)}; {until_there}; {kill}"
+    rollout = await rolled_out(tmp_path, shell(script))
+    assert (rollout.status, rollout.reason) == ("agent_failure", "KilledBySignal")
+    await ended(await pids_in(pids, 1))
+
+
+@linux
 async def test_a_program_that_stops_its_supervisor_ends_at_its_deadline(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     agent = shell(f"echo $$ > {pids}; kill -STOP $PPID; exec sleep 1000")
