@@ -16,7 +16,7 @@ from aiohttp import web
 
 T = TypeVar("T")
 
-BURST_S = 2.0  # of CPU time that a lane may take at once
+BURST_S = 0.5  # of CPU time that a lane may take at once
 RETRY_AFTER_S = 1
 # Limits of a page in the process of a training. Together the two lanes and the event loop take
 # about a tenth of a core.

@@ -54,7 +54,8 @@ MAX_NAMES = 40  # metrics in one answer
 MAX_CLIENTS = 64  # that listen for changes
 MAX_STREAMS = 4  # downloads at once
 MAX_WAITING = 64  # requests for answers
-MAX_LONG_WAITING = 8  # searches and downloads
+MAX_WAITING_IN_TRAINING = 16
+MAX_LONG_WAITING = 4  # searches and downloads
 
 
 class LiveServer:
@@ -69,9 +70,11 @@ class LiveServer:
     ) -> None:
         self._catalog, self._key, self._activity = catalog, key, activity
         self._throughput, self._num_streams = Throughput(), 0
-        threads, share = (2, math.inf) if activity is None else (1, SHARE)
+        threads, share, waiting = (
+            (2, math.inf, MAX_WAITING) if activity is None else (1, SHARE, MAX_WAITING_IN_TRAINING)
+        )
         self._rate = None if activity is None else Rate(RATE)
-        self.lane = Lane("answers", threads, MAX_WAITING, share)
+        self.lane = Lane("answers", threads, waiting, share)
         # One search or download at a time, so that none delays answers.
         self.long_lane = Lane("long", 1, MAX_LONG_WAITING, share)
         self.watch, self.answers = Watch(catalog, self.lane), SharedAnswers(self.lane)
