@@ -115,10 +115,13 @@ class Viewer:
 
 
 @contextlib.asynccontextmanager
-async def viewers(url: str, number: int, traffic: Traffic) -> AsyncIterator[None]:
+async def viewers(address: tuple[str, str], number: int, traffic: Traffic) -> AsyncIterator[None]:
     """Keep this many pages open."""
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    url, headers = address[0], {"Authorization": f"Bearer {address[1]}"}
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=connector, headers=headers
+    ) as session:
         tasks = [asyncio.create_task(Viewer(session, url, traffic).watch()) for _ in range(number)]
         try:
             yield
@@ -151,7 +154,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[flo
         )
         processes.callback(stop, train, 60.0)
         metrics = project / "runs" / "measured" / "metrics.jsonl"
-        url = "" if arguments.separate else await url_in(log, train)
+        address = ("", "") if arguments.separate else await url_in(log, train)
         if arguments.separate:
             await until_exists(project / "runs" / "measured" / "store.sqlite", train)
             studio_log = folder / "studio.log"
@@ -161,7 +164,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[flo
                 stderr=processes.enter_context(studio_log.open("w")),
             )
             processes.callback(stop, studio, 0.0)
-            url = await url_in(studio_log, studio)
+            address = await url_in(studio_log, studio)
         os.nice(10)  # of this process alone
         async with contextlib.AsyncExitStack() as opened:
             are_open = False
@@ -170,7 +173,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[flo
                 if is_open(len(seconds)) != are_open:
                     are_open = not are_open
                     if are_open:
-                        await opened.enter_async_context(viewers(url, arguments.pages, traffic))
+                        await opened.enter_async_context(viewers(address, arguments.pages, traffic))
                     else:
                         await opened.aclose()
                 await asyncio.sleep(0.05)
@@ -193,12 +196,12 @@ async def until_exists(path: Path, process: subprocess.Popen) -> None:
         await asyncio.sleep(0.2)
 
 
-async def url_in(log: Path, process: subprocess.Popen) -> str:
-    """Return the URL of the page, once the log has it."""
+async def url_in(log: Path, process: subprocess.Popen) -> tuple[str, str]:
+    """Return the URL of the page and its key, once the log has them."""
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
-        if found := re.search(r"(?:run|runs) at (http://\S+/)", log.read_text()):
-            return found[1]
+        if found := re.search(r"(?:run|page) at (http://\S+/)#key=(\S+)", log.read_text()):
+            return found[1], found[2]
         await asyncio.sleep(0.2)
     sys.exit(f"no page was served:\n{log.read_text()[-2000:]}")
 

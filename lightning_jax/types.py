@@ -126,15 +126,30 @@ class Prompts(dict[str, str]):
 
 @dataclass(frozen=True)
 class LLM:
-    """Connection settings for an OpenAI client, and the prompts that the run may improve."""
+    """Connection settings for an OpenAI client, and the prompts that the run may improve.
+
+    `calls_url` and `calls_key` answer the same calls, but rewards and spans that come with them do
+    not count. Give these to programs that the policy steers.
+    """
 
     base_url: str
     api_key: str
     model: str
     prompts: Mapping[str, str] = field(default_factory=Prompts, hash=False)
+    calls_url: str = ""  # as `calls_key`, "" for a server without rollouts
+    calls_key: str = ""
+    is_judged: bool = False  # components of `rewards` other than the agent's own give the reward
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", Prompts(self.prompts))
+
+    def calls_only(self) -> "LLM":
+        """Return the settings with which only calls count."""
+        return replace(
+            self,
+            base_url=self.calls_url or self.base_url,
+            api_key=self.calls_key or self.api_key,
+        )
 
 
 # Uses of rollouts: training, greedy evaluation, sampled evaluation, a probe of the warm-up, and a

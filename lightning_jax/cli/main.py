@@ -142,7 +142,7 @@ def _versions() -> str:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
-    page = "show the live page of `studio` at / of the run's server, with serve.api_key as its key"
+    page = "show the live page of `studio` at / of the run's server; the log has its URL and key"
     parser.add_argument("--studio", action="store_true", help=page)
 
 

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import os
+import secrets
 from pathlib import Path
 
 from lightning_jax.cli.runtime import Port, number_of
@@ -20,10 +21,13 @@ def add_studio(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUNS", type=Path, nargs="*", help=runs)
     port = "port to listen on, 0 for any free one (default: %(default)s)"
     parser.add_argument("--port", type=number_of(Port), default=PORT, help=port)
-    host = "address to listen on; one that other machines can reach needs --key"
-    parser.add_argument("--host", default=ServeConfig.host, help=f"{host} (default: %(default)s)")
-    key = f"key that the page asks for (default: ${KEY}, or none)"
-    parser.add_argument("--key", help=key)
+    host = "address to listen on (default: %(default)s)"
+    parser.add_argument("--host", default=ServeConfig.host, help=host)
+    keys = parser.add_mutually_exclusive_group()
+    key = f"key that the page asks for (default: ${KEY}, or a random one in the printed URL)"
+    keys.add_argument("--key", help=key)
+    no_key = "ask for no key; every program of this machine can then read the runs"
+    keys.add_argument("--no-key", action="store_true", help=no_key)
 
 
 def run_studio(arguments: argparse.Namespace) -> int:
@@ -36,10 +40,11 @@ def run_studio(arguments: argparse.Namespace) -> int:
     from lightning_jax.studio.live.server import serve_until_stopped
 
     catalog = Catalog(arguments.runs or [Path("runs")])
-    key = arguments.key or os.environ.get(KEY) or None
+    key = arguments.key or os.environ.get(KEY) or secrets.token_urlsafe(24)
+    key = None if arguments.no_key else key
 
     def announce(url: str) -> None:
-        log.info("serving the page at %s; runs found: %d", url, len(catalog.runs()))
+        log.info("runs found: %d; serving the page at %s", len(catalog.runs()), url)
 
     async def until_stopped() -> None:
         with cancel_at_stop():

@@ -7,6 +7,7 @@ network of this machine, because the policy listens there.
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from lightning_jax.rollouts.program import inherited
 
 SECONDS = 120.0  # for a command of Docker that runs nothing in the container
 BUILD_S = 600.0  # unless the task has another limit
+IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ async def _image(folder: Path, environment: Mapping[str, Any]) -> str:
     """Return the name of the task's image, after building it from its Dockerfile."""
     source = folder / "environment"
     if not (source / "Dockerfile").exists():
-        return str(environment["docker_image"])
+        return _checked_image(environment.get("docker_image"), folder)
     digest = hashlib.sha256()
     for path in sorted(source.rglob("*")):
         if path.is_file():
@@ -94,6 +96,18 @@ async def _image(folder: Path, environment: Mapping[str, Any]) -> str:
         limit = float(environment.get("build_timeout_sec", BUILD_S))
         await _checked(["build", "--tag", image, str(source)], limit)
     return image
+
+
+def _checked_image(name: Any, folder: Path) -> str:
+    """Return the name of an image. Raises UserError for what Docker would read as an option."""
+    if isinstance(name, str) and IMAGE.fullmatch(name):
+        return name
+    raise UserError(
+        f"{folder / 'task.toml'} has docker_image={name!r}; expected the name of an image, such as "
+        "python:3.12-slim.",
+        reason="invalid",
+        key="docker_image",
+    )
 
 
 async def _checked(words: Sequence[str], timeout_s: float = SECONDS) -> None:

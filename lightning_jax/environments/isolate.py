@@ -6,7 +6,8 @@
 
     {"kind": "processes", "cwd": DIR, "file_bytes": N}
     {"kind": "namespaces", "cwd": DIR, "file_bytes": N, "root": DIR, "writable": {PATH: DIR},
-     "readable": {PATH: DIR}, "visible": [PATH], "hidden": [PATH], "max_processes": N}
+     "readable": {PATH: DIR}, "visible": [PATH], "hidden": [PATH], "max_processes": N,
+     "memory_bytes": N}
 
 With namespaces, the program sees the file system read-only, except the directories in `writable`,
 which appear at their paths. /tmp, /home, /root and /run are empty but for those, and for `visible`
@@ -17,10 +18,12 @@ capabilities. It shares the kernel and the network with this machine.
 import contextlib
 import ctypes
 import json
+import math
 import os
 import resource
 import signal
 import sys
+import time
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
@@ -28,6 +31,7 @@ AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 SYS_MOUNT_SETATTR, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 442, 1, 2  # Linux 5.12
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
 LEAST_PID_MAX = 301  # what Linux allows
+POLL_S = 0.1  # between two measurements of shared memory
 NUM_CAPABILITIES = 64  # more than there are
 # Directories of the new root that hold nothing of this machine.
 REPLACED = {"tmp", "home", "root", "run", "proc", "sys", "dev", "mnt", "media"}
@@ -54,7 +58,7 @@ def main(settings: "dict", words: "list[str]") -> None:
     ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    end_as(wait_for(fork(lambda: first_process(settings, words))))
+    end_as(wait_for(fork(lambda: first_process(settings, words))) or 0)
 
 
 def first_process(settings: "dict", words: "list[str]") -> int:
@@ -68,7 +72,19 @@ def first_process(settings: "dict", words: "list[str]") -> int:
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     limit(resource.RLIMIT_NPROC, settings["max_processes"])  # of this namespace; root has none
     no_capabilities()
-    return wait_for(fork(lambda: os.execvp(words[0], words)))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # so that `wait_for` gets it
+    program = fork(lambda: become(words))
+    while (status := wait_for(program, POLL_S)) is None:
+        if segments() > settings["memory_bytes"]:
+            os.write(2, b"shared memory is above memory_mib\n")
+            return signal.SIGKILL  # all others end with this process
+    return status
+
+
+def become(words: "list[str]") -> None:
+    """Replace this process by the program."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    os.execvp(words[0], words)
 
 
 def build_root(settings: "dict") -> None:
@@ -183,12 +199,25 @@ def fork(work: "object") -> int:
         os._exit(126)
 
 
-def wait_for(pid: int) -> int:
-    """Wait for a child, and reap any other. Return its wait status."""
+def wait_for(pid: int, timeout_s: float = math.inf) -> "int | None":
+    """Wait for a child, and reap any other. Return its wait status, or None after the time-out."""
+    give_up = time.monotonic() + timeout_s
     while True:
-        found, status = os.wait()
+        found, status = os.waitpid(-1, 0 if timeout_s == math.inf else os.WNOHANG)
         if found == pid:
             return status
+        if not found:
+            left_s = give_up - time.monotonic()
+            if left_s <= 0 or signal.sigtimedwait({signal.SIGCHLD}, left_s) is None:
+                return None
+
+
+def segments() -> int:
+    """Return the bytes of System V shared memory, which no process has to map."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/sysvipc/shm") as file:
+        column = file.readline().split().index("rss")
+        return sum(int(line.split()[column]) for line in file)
+    return 0
 
 
 def end_as(status: int) -> None:

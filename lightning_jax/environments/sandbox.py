@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Literal
 
 from lightning_jax.errors import UserError
 from lightning_jax.rollouts.process import Ended, Limits, run_program
+from lightning_jax.system.trees import is_within, remove_tree
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +32,11 @@ LAUNCHER = Path(__file__).with_name("isolate.py")
 NO_LIMITS = Limits()
 POLL_S = 0.2  # between two measurements of a box's size
 MAX_FILES = 20_000  # files and directories of a box
+MAX_DEPTH = 200  # levels of directories in a box
 PROBE_S = 20.0
 WORK, TESTS, LOGS = "/app", "/tests", "/logs"  # paths that test scripts name
 INSIDE = {WORK: "work", "/root": "home", "/tmp": "tmp", LOGS: "logs"}
+TEST_HOME = "/home/tests"  # of the tests, because programs may have left files in theirs
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,15 @@ class Box:
     def logs(self) -> Path:
         return self.folder / "logs"
 
+    @property
+    def test_home(self) -> Path:
+        return self.folder / "test_home"
+
     def path_of(self, path: str) -> str:
-        """Return where programs in the box find a path of `INSIDE` or /tests."""
+        """Return where programs in the box find a path of `INSIDE`, /tests or the tests' home."""
         if self.kind == "namespaces":
             return self.workdir if path == WORK else path
-        return str(self.folder / (INSIDE | {TESTS: "tests"})[path])
+        return str(self.folder / (INSIDE | {TESTS: "tests", TEST_HOME: "test_home"})[path])
 
 
 @contextlib.contextmanager
@@ -93,7 +99,7 @@ def open_box(
         seen = (*map(os.path.realpath, {sys.prefix, sys.base_prefix}), *visible, sys.prefix)
         yield Box(folder, kind, workdir, seen, (*hidden, str(folder)), variables or {})
     finally:
-        _remove(folder)
+        remove_tree(folder)
 
 
 async def run_boxed(
@@ -107,13 +113,15 @@ async def run_boxed(
     """Run a program in the working directory of a box, then kill all that it left behind.
 
     `exceeded` of the result names the limit that it exceeded, a field of `BoxLimits`. With
-    `with_tests` it also sees the tests. Raises OSError if it cannot be started.
+    `with_tests` it also sees the tests, and has a home that no program before it could write to.
+    Raises OSError if it cannot be started.
     """
     file_bytes = limits.disk_mib * 2**20
     settings = {"kind": box.kind, "cwd": box.path_of(WORK), "file_bytes": file_bytes}
     if box.kind == "namespaces":
         inside = INSIDE | {box.workdir: "work"}
         inside = inside if box.workdir == WORK else {k: v for k, v in inside.items() if k != WORK}
+        inside |= {TEST_HOME: "test_home"} if with_tests else {}
         settings |= {
             "root": str(box.folder / "root"),
             "writable": {path: str(box.folder / name) for path, name in inside.items()},
@@ -121,11 +129,15 @@ async def run_boxed(
             "visible": box.visible,
             "hidden": box.hidden,
             "max_processes": limits.max_processes,
+            "memory_bytes": limits.memory_mib * 2**20,
         }
+    if with_tests:
+        remove_tree(box.test_home)
+        box.test_home.mkdir()
     variables = {
         **environment,
         **box.variables,
-        "HOME": box.path_of("/root"),
+        "HOME": box.path_of(TEST_HOME if with_tests else "/root"),
         "TMPDIR": box.path_of("/tmp"),
         "PWD": box.path_of(WORK),
     }
@@ -218,30 +230,6 @@ def _process_limits(box: Box, limits: BoxLimits) -> Limits:
 
 
 async def _until_full(folder: Path, max_bytes: int) -> None:
-    """Return once a box has too many bytes or files."""
-    while await asyncio.to_thread(_is_within, folder, max_bytes):
+    """Return once a box has too many bytes, files or levels."""
+    while await asyncio.to_thread(is_within, folder, max_bytes, MAX_FILES, MAX_DEPTH):
         await asyncio.sleep(POLL_S)
-
-
-def _is_within(folder: Path, max_bytes: int) -> bool:
-    """Return True if a directory has at most so many bytes, and MAX_FILES files."""
-    size = number = 0
-    for path, folders, files in os.walk(folder):
-        number += len(folders) + len(files)
-        for name in files:
-            with contextlib.suppress(OSError):
-                size += os.lstat(os.path.join(path, name)).st_blocks * 512
-        if size > max_bytes or number > MAX_FILES:
-            return False
-    return True
-
-
-def _remove(folder: Path) -> None:
-    """Remove a directory, also if a program took away the permission to read parts of it."""
-    for path, folders, _ in os.walk(folder):
-        for name in folders:
-            inner = os.path.join(path, name)
-            if not os.path.islink(inner):
-                with contextlib.suppress(OSError):
-                    os.chmod(inner, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)

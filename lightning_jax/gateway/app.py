@@ -112,6 +112,7 @@ class Gateway:
         self._external = ExternalRoutes(self._callers, self._bodies)
         self._serve = serve
         self._page: web.Application | None = None
+        self._page_login = ""  # what follows the page's URL in the log
         self._runner: web.AppRunner | None = None
         self._url = self._local_url = ""
 
@@ -148,7 +149,7 @@ class Gateway:
         if (tokenizer := self.engine.tokenizer).template is not None:
             log.info("%s", habits_of(tokenizer).describe())
         if self._page is not None:
-            log.info("look at the run at %s%s", self._local_url, PAGE)
+            log.info("look at the run at %s%s%s", self._local_url, PAGE, self._page_login)
 
     async def close(self) -> None:
         """Stop listening, and cancel calls in flight soon after. Closing twice is allowed."""
@@ -169,18 +170,23 @@ class Gateway:
         """Let programs outside open rollouts there."""
         self._external.rollouts = rollouts
 
-    def show_page(self, page: web.Application) -> None:
+    def show_page(self, page: web.Application, login: str) -> None:
         """Serve this page for people below PAGE, and send a browser there. Call before `start`.
 
-        The page checks its own key.
+        The page checks its own key. `login` follows its URL in the log: the key as a fragment, or
+        which key to enter.
         """
-        self._page = page
+        self._page, self._page_login = page, login
 
     def open_rollout(self, settings: RolloutSettings) -> LLM:
         """Return what the rollout's agent needs to call the policy. Raise ValueError if open."""
         rollout = self._rollouts.open(settings)
-        url = f"{self.url}/rollout/{quote(rollout.url_segment, safe='')}/v1"
-        return LLM(url, rollout.owner.key, POLICY)
+        full, calls = (
+            f"{self.url}/rollout/{quote(segment, safe='')}/v1"
+            for segment in (rollout.url_segment, rollout.calls_segment)
+        )
+        owner = rollout.owner
+        return LLM(full, owner.key, POLICY, calls_url=calls, calls_key=owner.calls_key)
 
     def root_of(self, rollout_id: str) -> OpenSpan:
         """Return the open rollout's root span."""
@@ -266,23 +272,28 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         """Record a reward for a rollout or one of its calls. The rollout's URL is the only key
-        needed.
+        needed. With the URL for calls alone, the reward is ignored and counted.
         """
         self._callers.rollout_of(request)
         body = await self._bodies.read_json(request)
         rollout = self._callers.rollout_of(request)  # again: it may have ended in the meantime
         assert rollout is not None, "the path holds a rollout"
-        return web.json_response(await self._reports.reward(body, rollout))
+        should_count = self._callers.may_report(request)
+        return web.json_response(
+            await self._reports.reward(body, rollout, should_count=should_count)
+        )
 
     async def _spans(self, request: web.Request) -> web.Response:
         """Record spans sent over OTLP/HTTP.
 
         They are for the rollout whose URL or key they come with. With the gateway's key, they are
-        for the rollouts that own their traces.
+        for the rollouts that own their traces. With a URL or key for calls alone, they are ignored
+        and counted.
         """
         kind = otlp.JSON if request.content_type == otlp.JSON else otlp.PROTOBUF
         rollout = self._callers.rollout_of(request)
         owner = rollout.owner if rollout else self._callers.span_owner(request)
+        should_count = self._callers.may_report(request)
         with owner.export() if owner else nullcontext():
             raw = await self._bodies.read(request)
             async with owner.turn if owner else nullcontext():
@@ -292,7 +303,10 @@ class Gateway:
                 except ValueError as error:
                     expected = f"{error}; expected an ExportTraceServiceRequest."
                     raise to_api_error(error, message=expected) from error
-                refused = await self._reports.add_spans(export, owner)
+                if should_count:
+                    refused = await self._reports.add_spans(export, owner)
+                else:
+                    refused = self._reports.ignore_spans(export, owner)
         answer = otlp.write_response(refused, export.num_dropped_attributes, kind)
         return web.Response(body=answer, content_type=kind)
 

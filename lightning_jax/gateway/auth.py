@@ -56,6 +56,18 @@ class Callers:
             raise _wrong_key("a rollout's or the gateway's")
         return owner
 
+    def may_report(self, request: web.Request) -> bool:
+        """Return whether the rewards and spans of an admitted request count.
+
+        A rollout has a second URL and key for programs that the policy steers. What these post does
+        not count.
+        """
+        segment = request.match_info.get("rollout_url")
+        if segment is not None:
+            return self.rollouts.find(segment).owner.may_report(segment.rpartition("~")[2])
+        owner = self.rollouts.owners.of_key(key_of(request) or "")
+        return owner is None or owner.may_report(key_of(request) or "")
+
     def check_owner(self, request: web.Request) -> None:
         """Raise ApiError unless the request has the gateway's own key."""
         if not self._is_gateways(key_of(request)):

@@ -10,6 +10,7 @@ CODES = {
     "too_many_tokens": (400, "the rollout has used `serve.max_tokens_per_rollout`"),
     "previous_response_not_found": (400, "`previous_response_id` is unknown or was forgotten"),
     "invalid_api_key": (401, "the key is missing, or belongs to another rollout"),
+    "calls_alone": (403, "a rollout is ended at its URL for calls alone"),
     "model_not_found": (404, "no policy and no role has the requested model name"),
     "rollout_not_found": (404, "the rollout of this URL is unknown or has ended"),
     "call_not_found": (404, "a reward names a call that the rollout did not make"),

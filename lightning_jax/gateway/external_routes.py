@@ -1,7 +1,7 @@
 """HTTP routes through which programs outside of a run open rollouts and end them.
 
-POST /v1/rollouts          an `OpenFields` -> {"rollout_id", "base_url", "api_key", "model"}, with
-                           the server's key
+POST /v1/rollouts          an `OpenFields` -> {"rollout_id", "base_url", "api_key", "calls_url",
+                           "calls_key", "model"}, with the server's key
 POST base_url + /end       an `EndFields` -> {"rollout_id", "status", "reward", "reason"}
 """
 
@@ -84,12 +84,18 @@ class ExternalRoutes:
         fields.check()
         rollout_id, llm = await self._found().open(fields)
         answer = {"rollout_id": rollout_id, "base_url": llm.base_url, "api_key": llm.api_key}
-        answer |= {"model": llm.model} | ({"prompts": llm.prompts} if llm.prompts else {})
+        answer |= {"calls_url": llm.calls_url, "calls_key": llm.calls_key, "model": llm.model}
+        answer |= {"prompts": llm.prompts} if llm.prompts else {}
         return web.json_response(answer, status=201)
 
     async def _end(self, request: web.Request) -> web.Response:
         """End a rollout. As for its rewards, its URL is the only key needed."""
-        self._callers.rollout_of(request)
+        if not self._callers.may_report(request):
+            raise ApiError(
+                403,
+                "calls_alone",
+                "this URL answers calls alone; end the rollout at its base_url.",
+            )
         fields = await self._read(request, EndFields)
         fields.check()
         rollout = self._callers.rollout_of(request)  # again: it may have ended in the meantime

@@ -1,6 +1,7 @@
 """Other reports of agents: rewards, and spans of their own instrumentation."""
 
 import contextlib
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ from lightning_jax.traces.otlp import MAX_SPAN_BYTES, MAX_SPANS, Export, stored_
 from lightning_jax.traces.sink import SpanSink
 from lightning_jax.types import Span
 
+log = logging.getLogger(__name__)
+
 LAST = "last"
 PART_SPANS, PART_BYTES = 64, 2**19  # limits of posted spans that are written at once
 # Reasons for refusing spans.
@@ -25,6 +28,9 @@ FOREIGN = "their trace id is another rollout's, or their ids repeat those of a r
 TOO_MANY_SENT = (
     f"a request may have at most {MAX_SPANS} spans of {MAX_SPAN_BYTES} bytes; send fewer or "
     "smaller ones"
+)
+CALLS_ALONE = (
+    "reports of a program do not count where something else gives its reward; set agent.posts"
 )
 TOO_MANY_KEPT = "their rollout has reached rollout.max_spans or rollout.max_spans_mib"
 
@@ -43,6 +49,7 @@ class Reports:
         self._store = store
         self._owners = owners
         self._meters = meters
+        self._has_warned = False  # of an ignored report
 
     def begin(self, headers: Mapping[str, str], rollout: OpenRollout | None) -> OpenSpan:
         """Begin the span of a call.
@@ -102,17 +109,42 @@ class Reports:
             ]
             owner.use(-len(sent_twice), -sum(sent_twice))
 
-    async def reward(self, body: Body, rollout: OpenRollout) -> dict[str, Any]:
+    def ignore_spans(self, export: Export, owner: Owner | None) -> Counter[str]:
+        """Count spans that do not count. Return their number by reason, as `add_spans` does."""
+        number = len(export.spans) + export.num_excess
+        if number and owner is not None:
+            self._ignore(owner.rollout_id, "spans", number)
+        return +Counter({CALLS_ALONE: number})
+
+    def _ignore(self, rollout_id: str, what: str, number: int = 1) -> None:
+        """Count a report that does not count, and warn of the first."""
+        self._meters.count("ignored_reports", number)
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s: a program posted %s, which is ignored because something else gives its "
+                "reward; set agent.posts to count what programs post (docs/agents.md)",
+                rollout_id,
+                what,
+                extra={"event": "ignored_report", "rollout_id": rollout_id},
+            )
+
+    async def reward(
+        self, body: Body, rollout: OpenRollout, *, should_count: bool = True
+    ) -> dict[str, Any]:
         """Record a reward and return the response body.
 
-        `{"reward": 0.5}` is for the rollout, and with `"call": ID` for one of its calls. Raise
-        ApiError if it is invalid.
+        `{"reward": 0.5}` is for the rollout, and with `"call": ID` for one of its calls. Without
+        `should_count`, it is ignored and counted as such. Raise ApiError if it is invalid.
         """
         reward, limit = _finite(body), rollout.settings.max_abs_reward
         check_size("reward", reward, limit)
         rewarded = read(RewardFields, body)
         call_id, choice = rewarded.call, rewarded.choice or 0
         rollout_id = rollout.settings.rollout_id
+        if not should_count:
+            self._ignore(rollout_id, "a reward")
+            return {"rollout": rollout_id, "ignored": CALLS_ALONE}
         if not call_id:
             rollout.reward = reward
             return {"rollout": rollout_id, "reward": reward}

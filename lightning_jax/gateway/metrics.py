@@ -41,6 +41,9 @@ COUNTERS = {
     "ignored_traceparents": (
         "Calls whose traceparent was ignored: another rollout's, or above the limit of traces."
     ),
+    "ignored_reports": (
+        "Rewards and spans that a program posted with a URL for calls alone (agent.posts)."
+    ),
     "closed_connections": (
         "Connections closed because of the connection limit, idleness or slow requests."
     ),

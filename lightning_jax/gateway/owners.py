@@ -21,7 +21,9 @@ MAX_ENDED_TRACES = 20_000  # of ended rollouts; exporters send in batches, so sp
 class Owner:
     """Rollout as the owner of a record, with the amount of the record that its posts have used.
 
-    The token is part of the rollout's URL. The rollout's agent sends the key as its API key.
+    The token is part of the rollout's URL. The rollout's agent sends the key as its API key. A
+    second pair is for programs that the policy steers: with it, calls are answered, and posted
+    rewards and spans do not count.
     """
 
     rollout_id: str
@@ -30,6 +32,8 @@ class Owner:
     max_bytes: float
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    calls_token: str = field(default_factory=lambda: secrets.token_hex(8))
+    calls_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     num_spans: int = 0
     num_bytes: int = 0
     traces: set[str] = field(default_factory=set)
@@ -37,12 +41,16 @@ class Owner:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the one that is being read
 
     def has_token(self, token: str) -> bool:
-        """Return whether the token is correct, in constant time."""
-        return hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
+        """Return whether the token is one of the rollout's, in constant time."""
+        return self.may_report(token) | _is_equal(token, self.calls_token)
 
     def has_key(self, key: str) -> bool:
-        """Return whether the key is correct, in constant time."""
-        return hmac.compare_digest(key.encode(errors="replace"), self.key.encode())
+        """Return whether the key is one of the rollout's, in constant time."""
+        return _is_equal(key, self.key) | _is_equal(key, self.calls_key)
+
+    def may_report(self, secret: str) -> bool:
+        """Return whether rewards and spans count that come with this token or key."""
+        return _is_equal(secret, self.token) | _is_equal(secret, self.key)
 
     def has_room(self, num_spans: int, num_bytes: int) -> bool:
         """Return whether the record has room for this many more posted spans and bytes."""
@@ -90,7 +98,8 @@ class Owners:
     def add(self, owner: Owner) -> None:
         """Add the owner of a rollout that opens."""
         self._by_id[owner.rollout_id] = owner
-        self._by_key[_digest(owner.key)] = owner
+        for key in (owner.key, owner.calls_key):
+            self._by_key[_digest(key)] = owner
         self._claim(owner, owner.root.trace_id)
 
     def end(self, owner: Owner) -> None:
@@ -129,11 +138,16 @@ class Owners:
 
     def _forget(self, owner: Owner) -> None:
         self._num_ended_traces -= len(owner.traces)
-        del self._by_key[_digest(owner.key)]
+        for key in (owner.key, owner.calls_key):
+            del self._by_key[_digest(key)]
         for trace_id in owner.traces:
             del self._by_trace[trace_id]
         if self._by_id.get(owner.rollout_id) is owner:
             del self._by_id[owner.rollout_id]
+
+
+def _is_equal(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), secret.encode())
 
 
 def _digest(key: str) -> bytes:

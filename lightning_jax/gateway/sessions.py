@@ -129,6 +129,11 @@ class OpenRollout:
         return f"{self.settings.rollout_id}~{self.owner.token}"
 
     @property
+    def calls_segment(self) -> str:
+        """Name of the rollout in URLs that only answer calls."""
+        return f"{self.settings.rollout_id}~{self.owner.calls_token}"
+
+    @property
     def idle_s(self) -> float:
         """Seconds since the last request, 0 while a call is in flight."""
         return 0.0 if self.in_flight else time.monotonic() - self.touched

@@ -3,8 +3,9 @@
     python agent_child.py FILE:FUNCTION        load the function, exit with an error if that fails
     python agent_child.py FILE:FUNCTION FD     run it and write the result to a file descriptor
 
-The task arrives as JSON on standard input. The model's URL, key and name are in the environment.
-The script needs only the standard library, from Python 3.8 on.
+The task arrives as JSON on standard input, and the rollout's URLs and keys on the descriptor that
+LIGHTNING_REPORT_FD names. Both are read and closed before the agent runs, so that its tools do not
+get them. The script needs only the standard library, from Python 3.8 on.
 """
 
 import os
@@ -65,13 +66,24 @@ class Prompts(dict):
 
 
 class LLM:
-    """Replacement for `lightning_jax.types.LLM`, read from the environment."""
+    """Replacement for `lightning_jax.types.LLM`."""
 
-    def __init__(self) -> None:
-        self.base_url = os.environ["OPENAI_BASE_URL"]
-        self.api_key = os.environ["OPENAI_API_KEY"]
+    def __init__(self, urls: Mapping) -> None:
+        self.base_url, self.api_key = urls["base_url"], urls["api_key"]
+        self.calls_url, self.calls_key = urls["calls_url"], urls["calls_key"]
         self.model = os.environ["OPENAI_MODEL"]
         self.prompts = Prompts(json.loads(os.environ.get("LIGHTNING_PROMPTS", "{}")))
+
+    def calls_only(self) -> "LLM":
+        """Return the settings with which only calls count."""
+        return LLM(
+            {
+                "base_url": self.calls_url or self.base_url,
+                "api_key": self.calls_key or self.api_key,
+                "calls_url": self.calls_url,
+                "calls_key": self.calls_key,
+            }
+        )
 
 
 def load(reference: str) -> Any:
@@ -125,8 +137,13 @@ def run(function: Any, channel: int) -> None:
     Threads and tasks that the agent left running are not waited for.
     """
     join_trace()
+    os.set_inheritable(channel, False)  # what a tool writes there would be the agent's result
+    task = json.load(sys.stdin)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with open(int(os.environ.pop("LIGHTNING_REPORT_FD"))) as file:
+        llm = LLM(json.load(file))
     try:
-        report = {"result": answer(function, json.load(sys.stdin))}
+        report = {"result": answer(function, task, llm)}
     except Exception as error:  # noqa: BLE001  (foreign code: `program.py` raises it again)
         traceback.print_exc()
         errors = members(error)
@@ -138,6 +155,8 @@ def run(function: Any, channel: int) -> None:
             "is_connection": not faults,
             "addresses": [address_of(error) for error in errors[:100]],
         }
+    os.ftruncate(channel, 0)
+    os.lseek(channel, 0, os.SEEK_SET)
     with os.fdopen(channel, "w") as file:
         file.write(as_json(report))
     flush_spans()
@@ -232,12 +251,12 @@ def words_of(error: BaseException) -> str:
         return ""
 
 
-def answer(function: Any, task: Any) -> Any:
+def answer(function: Any, task: Any, llm: LLM) -> Any:
     """Return the agent's result for the task.
 
     A plain function runs without an event loop, so it may start one.
     """
-    result = function(task, LLM())
+    result = function(task, llm)
     if inspect.isawaitable(result):
         return asyncio.new_event_loop().run_until_complete(result)
     return result

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -46,6 +46,12 @@ class AgentConfig(Section):
     command: Annotated[Any, PathKind.COMMAND] = None
     # For a command: FILE:FUNCTION, (task, output) -> reward. None: the last line of the output.
     reward: FunctionRef | None = None
+    # Fields of a task that a command gets; `id` is always one. None: all, or where `reward` or a
+    # component of `rewards` judges, all but those named like answers (docs/agents.md).
+    task_fields: tuple[str, ...] | None = None
+    # Which rewards and spans count that a program posts. auto: all, or none where `reward` or a
+    # component of `rewards` judges. own: those sent to a URL that its tools do not get.
+    posts: Literal["auto", "own", "all"] = "auto"
     # The agent's own settings: keyword arguments of `function`, or LIGHTNING_OPTIONS of a command.
     options: dict[str, Any] = field(default_factory=dict)
     # Environment variables for a program, in addition to docs/agents.md: NAME to pass on the
@@ -73,6 +79,8 @@ class AgentConfig(Section):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "env", tuple(self.env))
+        if self.task_fields is not None:
+            object.__setattr__(self, "task_fields", tuple(self.task_fields))
         if not all(map(_VARIABLE.match, self.env)):
             names = [variable.partition("=")[0] for variable in self.env]  # the values are secret
             raise FieldError(
@@ -105,6 +113,11 @@ class AgentConfig(Section):
             reward=(
                 self.reward is None or (":" in self.reward and command is not None),
                 "FILE:FUNCTION with agent.command only; agent.function returns its own reward",
+            ),
+            task_fields=(
+                self.task_fields is None or command is not None,
+                "none without agent.command; a function gets the whole task",
+                "conflict",
             ),
         )
 

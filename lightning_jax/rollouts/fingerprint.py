@@ -19,6 +19,8 @@ def fingerprint(agent: AgentConfig) -> dict[str, str]:
         "agent.command": agent.command and [_word(i, w) for i, w in enumerate(agent.command)],
         "agent.reward": _reference(agent.reward),
         "agent.options": agent.options or None,
+        "agent.task_fields": agent.task_fields,
+        "agent.posts": None if agent.posts == "auto" else agent.posts,
     }
     return {
         key: hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()

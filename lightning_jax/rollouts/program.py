@@ -1,9 +1,9 @@
 """Agents that are programs, wrapped as coroutine functions like any other agent.
 
 A command is started once for each rollout. It finds the policy's URL in its environment and the
-task on its standard input. The reward is the last line of its output, or the result of a function
-of the whole output. A function for another interpreter runs in a process of that interpreter.
-docs/agents.md describes the input of a program and its exit codes.
+task on its standard input, as far as `visibility.py` lets it. The reward is the last line of its
+output, or the result of a function of the whole output. A function for another interpreter runs in
+a process of that interpreter. docs/agents.md describes the input of a program and its exit codes.
 """
 
 import asyncio
@@ -16,16 +16,25 @@ import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from lightning_jax.loading import find_program, load_function
 from lightning_jax.rollouts.agents import Agent, Result, load_agent
-from lightning_jax.rollouts.config import MAX_VARIABLE, AgentConfig, require_agent
+from lightning_jax.rollouts.config import AgentConfig, require_agent
 from lightning_jax.rollouts.process import Ended, Limits, run_program
+from lightning_jax.rollouts.visibility import (
+    REPORT_FD,
+    is_judged,
+    program_environment,
+    report_channel,
+    task_variable,
+    visible_llm,
+    visible_task,
+)
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit
-from lightning_jax.traces.context import trace_headers
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
@@ -85,40 +94,29 @@ def inherited(extra: Sequence[str]) -> dict[str, str]:
     return found | {name: value for name, value in added.items() if value is not None}
 
 
-def program_environment(
-    task: Task, llm: LLM, options: Mapping[str, Any] | None = None
-) -> dict[str, str]:
-    """Return the variables that a program gets in addition to the inherited ones.
-
-    LIGHTNING_TASK is left out if the task is longer than a variable may be.
-    """
-    root = llm.base_url.removesuffix("/v1")  # Ollama's and Anthropic's clients append a path
-    variables = {
-        "OPENAI_BASE_URL": llm.base_url,
-        "OPENAI_API_KEY": llm.api_key,
-        "OPENAI_MODEL": llm.model,
-        "ANTHROPIC_BASE_URL": root,
-        "ANTHROPIC_API_KEY": llm.api_key,
-        "OLLAMA_HOST": root,
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{root}/v1/traces",
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-        "LIGHTNING_OPTIONS": json.dumps(options or {}),
-        "LIGHTNING_PROMPTS": json.dumps(llm.prompts),
-        **trace_headers(),
-    }
-    text = json.dumps(task)
-    if len("LIGHTNING_TASK=") + len(text) < MAX_VARIABLE:
-        variables["LIGHTNING_TASK"] = text
-    return variables
-
-
 def _command_agent(config: AgentConfig) -> Agent:
     words = (find_program(config.command[0], "agent.command"), *config.command[1:])
-    start = _starter(words, config)
+    start = _starter(config)
     reward = load_function(config.reward) if config.reward else None
+    logged: set[frozenset[str]] = set()
 
     async def agent(task: Task, llm: LLM) -> Result:
-        ended = await start(task, llm)
+        shown, environment = visible_task(task, config, llm), {}
+        if is_judged(config, llm) and (names := frozenset(map(str, shown))) not in logged:
+            logged.add(names)
+            log.info(
+                "the program gets the fields %s of a task, of %s; agent.task_fields names those "
+                "that it gets",
+                ", ".join(sorted(names)),
+                ", ".join(sorted(map(str, task))),
+                extra={"event": "fields_shown", "fields": sorted(names)},
+            )
+        with ExitStack() as at_end:
+            kept: tuple[int, ...] = ()
+            if config.posts == "own":
+                kept = (at_end.enter_context(report_channel(llm)),)
+                environment = {REPORT_FD: str(kept[0])}
+            ended = await start(words, shown, llm, environment | task_variable(shown), kept)
         _check_end(ended, config)
         if reward is None:
             return _last_line(ended.output)
@@ -132,11 +130,13 @@ def _command_agent(config: AgentConfig) -> Agent:
 def _interpreter_agent(python: str, function: str, config: AgentConfig) -> Agent:
     words = (find_program(python, "agent.python"), str(CHILD), function)
     _check_loads(words, inherited(config.env), config.options)
-    start = _starter(words, config)
+    start = _starter(config)
 
     async def agent(task: Task, llm: LLM) -> Result:
-        with tempfile.TemporaryFile() as channel:
-            ended = await start(task, llm, channel.fileno())
+        # What the function's tools inherit has neither the task nor the rollout's own URL.
+        with tempfile.TemporaryFile() as channel, report_channel(llm) as reports:
+            kept = (channel.fileno(), reports)
+            ended = await start((*words, str(kept[0])), task, llm, {REPORT_FD: str(reports)}, kept)
             report = os.pread(channel.fileno(), MAX_RESULT, 0)
         if not report:
             _check_end(ended, config)
@@ -152,7 +152,7 @@ def _check_loads(
     """Load the agent once, so that a missing framework fails before the run."""
     what = f"agent.function {words[-1]!r} cannot be used with agent.python {words[0]}"
     nobody = LLM("http://localhost/v1", "none", "none")
-    variables = {**environment, **program_environment({}, nobody, options)}
+    variables = {**environment, **program_environment(nobody, options)}
     loading = asyncio.wait_for(run_program(words, variables, b""), LOAD_TIMEOUT_S)
     try:
         with ThreadPoolExecutor(1) as pool:  # because this thread may run an event loop
@@ -171,11 +171,8 @@ def _check_loads(
         )
 
 
-def _starter(words: tuple[str, ...], config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
-    """Return a function that runs the command line for a task.
-
-    Descriptors to keep open are appended as its last words.
-    """
+def _starter(config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
+    """Return a function that runs a command line, with a task on its standard input."""
     limits = Limits(
         max_processes=config.max_processes,
         memory_bytes=int((config.memory_mib or 0) * 2**20),
@@ -183,13 +180,18 @@ def _starter(words: tuple[str, ...], config: AgentConfig) -> Callable[..., Await
     )
     outer = inherited(config.env)
 
-    async def start(task: Task, llm: LLM, *keep_open: int) -> Ended:
-        environment = {**outer, **program_environment(task, llm, config.options)}
-        line = (*words, *map(str, keep_open))
+    async def start(
+        words: tuple[str, ...],
+        task: Task,
+        llm: LLM,
+        variables: Mapping[str, str],
+        keep_open: tuple[int, ...],
+    ) -> Ended:
+        found = program_environment(visible_llm(config, llm), config.options)
+        environment = {**outer, **found, **variables}
+        stdin = json.dumps(task).encode()
         try:
-            return await run_program(
-                line, environment, json.dumps(task).encode(), keep_open, limits
-            )
+            return await run_program(words, environment, stdin, keep_open, limits)
         except OSError as error:  # such as no memory or descriptors; the file existed before
             raise NotStarted(f"{words[0]} could not be started: {error}") from error
 

@@ -165,6 +165,7 @@ class Runner:
     scorer: Scorer | None = None  # of the rewards, after the agent's own
     at: RolloutServer | None = None  # None: `gateway`
     prompts: dict[str, str] = field(default_factory=dict)  # for agents; a search changes them
+    is_judged: bool = False  # see LLM
     gate: asyncio.Semaphore = field(init=False)  # of `concurrency`
     idle: "IdleClock" = field(init=False)
     clock: DeadlineClock = field(init=False)
@@ -240,7 +241,7 @@ class Runner:
         prompts = dict(self.prompts if request.prompts is None else request.prompts)
         try:
             await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
-            llm = replace(opened.llm, prompts=prompts)
+            llm = replace(opened.llm, prompts=prompts, is_judged=self.is_judged)
             running = partial(execute, rollout.rollout_id, request.task, llm)
             outcome, stalled_s = await self._outcome(opened, rollout.rollout_id, running)
         except BaseException:

@@ -7,8 +7,9 @@ to start, and read every process of the machine whenever the limits are checked.
 
 On Linux it is the subreaper of the program. Even if a descendant leaves its session or clears its
 environment, its next living ancestor is this process or a descendant of it. The tree is therefore
-found from here, and it is empty once this process has no child. On other systems the program's
-process group is killed.
+found from here, and it is empty once this process has no child. A guard, which is this process's
+parent, is a subreaper too: if the program kills this process, the guard kills what is left. On
+other systems the program's process group is killed.
 
 Standard input is a socket to the trainer. The trainer closes it to end the program. If the trainer
 is killed, the system closes it. TASK is the descriptor of the program's standard input. These lines
@@ -19,12 +20,14 @@ go back, the second one after all processes have ended:
     errno NUMBER        the program could not be started
     over SETTING        the program was killed because it exceeded this limit
 
-A limit of 0 means no limit. MEMORY_BYTES limits the data of each process, and the anonymous memory
-of all of them together. When memory runs out, the kernel kills the program's processes first.
+A limit of 0 means no limit. MEMORY_BYTES limits the data of each process, and the memory of all of
+them together: what is their own, and files in memory that they share or hold open. When memory runs
+out, the kernel kills the program's processes first.
 """
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import select
@@ -38,6 +41,7 @@ KILL_S = 5.0  # for killed processes to be gone; one blocked in the kernel may s
 POLL_S = 0.1  # between two checks of the limits
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
+IN_MEMORY = ("/memfd:", "/dev/shm/", "/SYSV", "/dev/zero ")  # how paths of such files begin
 
 
 class Supervisor:
@@ -53,6 +57,9 @@ class Supervisor:
             and os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
             and prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
         )
+        if self.is_subreaper:
+            guard_child()
+            self.trainer = os.getppid()  # the guard, which ends if it is killed or the trainer is
         self.program, self.status = 0, None
         self.woken, wake = os.pipe()
         os.set_blocking(self.woken, False)
@@ -82,9 +89,7 @@ class Supervisor:
             self.become(words, failing)
         os.close(failing)
         error_number = os.read(failed, 16)
-        null = os.open(os.devnull, os.O_RDWR)
-        for standard in range(3):  # only the program keeps them open
-            os.dup2(null, standard)
+        close_standard()
         return int(error_number or 0)
 
     def become(self, words: list[str], failing: int) -> None:
@@ -138,9 +143,20 @@ class Supervisor:
         pids = descendants()
         if self.max_processes and len(pids) > self.max_processes:
             return "max_processes"
-        if self.memory and sum(map(anonymous_memory, pids)) > self.memory:
+        if self.memory and self.exceeds_memory(pids):
             return "memory_mib"
         return ""
+
+    def exceeds_memory(self, pids: "list[int]") -> bool:
+        """Return True if all processes together use more memory than their limit."""
+        left = self.memory - sum(map(anonymous_memory, pids))
+        files = open_in_memory(pids)
+        left -= sum(files.values())
+        # Pages that processes share count once, which takes long to find out. Few have so many.
+        return left < 0 or (
+            sum(map(shared_memory, pids)) > left
+            and sum(mapped_in_memory(pid, files) for pid in pids) > left
+        )
 
     def end_all(self, at_once: bool) -> None:
         """End the program and its descendants: SIGTERM, a grace unless `at_once`, then SIGKILL."""
@@ -179,6 +195,40 @@ class Supervisor:
         except (ProcessLookupError, PermissionError):
             return False
         return True
+
+
+def guard_child() -> None:
+    """Fork, and return in the child. This process waits for it, then kills all that is left."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _wake_up)  # as in the child
+    child = os.fork()
+    if not child:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # is not inherited
+        return
+    close_standard()
+    status, give_up = None, math.inf
+    while time.monotonic() < give_up:
+        try:
+            found, ended = os.waitpid(-1, os.WUNTRACED if status is None else os.WNOHANG)
+        except ChildProcessError:
+            break  # nothing is left
+        if found == child and os.WIFSTOPPED(ended):
+            os.kill(child, signal.SIGCONT)
+        elif found == child:
+            status, give_up = ended, time.monotonic() + KILL_S
+        if status is not None and (left := descendants()):
+            send_signal(left, signal.SIGSTOP)  # so that none starts another
+            send_signal(left, signal.SIGKILL)
+            time.sleep(0.002)
+    os._exit(int(bool(status)))
+
+
+def close_standard() -> None:
+    """Close the standard descriptors, so that only the program has its input and outputs."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    os.close(null)
 
 
 def _wake_up(number: int, frame: "FrameType | None") -> None:
@@ -237,6 +287,42 @@ def anonymous_memory(pid: int) -> int:
     except OSError:
         return 0
     return (resident - shared) * resource.getpagesize()
+
+
+def shared_memory(pid: int) -> int:
+    """Return the bytes of files in memory that a process maps, with pages that others share."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssShmem"))
+    return 0
+
+
+def open_in_memory(pids: "list[int]") -> "dict[tuple[int, int], int]":
+    """Return the bytes of each file in memory that processes hold open, by device and inode."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path).startswith(IN_MEMORY):
+                        status = os.stat(entry.path)
+                        found[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return found
+
+
+def mapped_in_memory(pid: int, known: "dict[tuple[int, int], int]") -> int:
+    """Return a process's share of the files in memory that it maps and that are not `known`."""
+    total, is_counted = 0, False
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/smaps") as file:
+        for line in file:
+            words = line.split(None, 5)
+            if "-" in words[0]:  # the range of a mapping
+                major, minor = (int(part, 16) for part in words[3].split(":"))
+                file_id = os.makedev(major, minor), int(words[4])
+                path = words[5] if len(words) > 5 else ""
+                is_counted = path.startswith(IN_MEMORY) and file_id not in known
+            elif is_counted and words[0] == "Pss:":
+                total += int(words[1]) * 1024
+    return total
 
 
 if __name__ == "__main__":

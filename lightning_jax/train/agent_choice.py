@@ -48,6 +48,7 @@ def choose_agent(
     `function` replaces the agent of the settings. Raises ConfigError if the agent is unusable, or
     if workers are set that could not run it on these tasks.
     """
+    _check_fields(config, tasks)
     chosen, has_others = config.workers, config.remote_workers or num_others > 0
     if chosen is None:
         is_possible = function is None and not has_others
@@ -78,6 +79,19 @@ def choose_agent(
         log.info("agents run in this process: %s", unsendable(task))
         return make_agent(config)
     return LocalWorkers(chosen)
+
+
+def _check_fields(config: AgentConfig, tasks: Sequence[Task]) -> None:
+    """Raise ConfigError if a program should get a field that no task has."""
+    present = {name for task in tasks for name in task} if config.task_fields else set()
+    unknown = [name for name in config.task_fields or () if tasks and name not in present]
+    if unknown:
+        raise ConfigError(
+            f"agent.task_fields names {', '.join(unknown)}, which no task has; expected some of "
+            f"{', '.join(sorted(map(str, present)))}.",
+            reason="unknown",
+            key="agent.task_fields",
+        )
 
 
 def _default_number() -> int:

@@ -21,6 +21,7 @@ from lightning_jax.rl.config import (
 )
 from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
 from lightning_jax.rollouts.config import (
+    AGENT,
     INITIAL,
     AgentConfig,
     PromptSearchConfig,
@@ -455,6 +456,11 @@ class Config(Section):
                 reason="conflict",
                 key="serve.orchestrator",
             )
+
+    @property
+    def is_judged(self) -> bool:
+        """True if components other than what the agent returned give a rollout's reward."""
+        return any(reward.weight and name != AGENT for name, reward in self.rewards.items())
 
     @property
     def initial_users(self) -> list[str]:

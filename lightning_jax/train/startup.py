@@ -3,6 +3,7 @@ gateway, runner.
 """
 
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
@@ -53,7 +54,7 @@ from lightning_jax.types import LLM, Task
 log = logging.getLogger(__name__)
 
 # Makes the page of a run directory that its server shows. The text is the key that it asks for.
-MakePage = Callable[[Path, str | None, ReadActivity], web.Application]
+MakePage = Callable[[Path, str, ReadActivity], web.Application]
 
 
 @asynccontextmanager
@@ -103,9 +104,7 @@ async def open_run(
         leader.tell(Replica.publish_all)
         served = await at_end.enter_async_context(serve(replica))
         if make_page is not None:
-            served.gateway.show_page(
-                make_page(directory, config.serve.api_key, served.gateway.activity)
-            )
+            add_page(make_page, directory, config.serve.api_key, served.gateway)
         return_freed_memory()  # copies of the weights on their way to the engines
         service = open_service(
             served.gateway,
@@ -166,8 +165,27 @@ async def open_service(
         store, decode = gateway.store, gateway.engine.tokenizer.decode
         assert store is not None, "rollouts are recorded"
         scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
-        prompts = dict(config.prompts)
-        yield Runner(running, gateway, config.rollout, config.seed, scorer, server, prompts)
+        yield Runner(
+            running,
+            gateway,
+            config.rollout,
+            config.seed,
+            scorer,
+            server,
+            dict(config.prompts),
+            config.is_judged,
+        )
+
+
+def add_page(make_page: MakePage, directory: Path, key: str | None, gateway: Gateway) -> None:
+    """Let the gateway show the page of a run, which always asks for a key.
+
+    Agents share the gateway's port, and no key of a rollout opens the page. Without a key in the
+    settings, the page has one of its own, which gives no right but to read.
+    """
+    made = secrets.token_urlsafe(24)
+    login = " (its key is serve.api_key)" if key else f"#key={made}"
+    gateway.show_page(make_page(directory, key or made, gateway.activity), login)
 
 
 async def _no_agent(task: Task, llm: LLM) -> float:

@@ -109,7 +109,8 @@ def test_agent_and_tests_run_in_one_container_that_is_removed(docker: Path, tmp_
     assert not list(docker.glob("lightning-*-*")) and not list(docker.glob("lightning-?????*/app"))
     calls = calls_of(docker)
     names = [call[0] for call in calls]
-    order = ["image", "build", "run", "exec", "restart", "exec", "cp", "exec", "cp", "exec", "cp"]
+    put = ["exec", "cp"]
+    order = ["image", "build", "run", "exec", "restart", *put, *put, *put, "exec", "cp"]
     assert names == [*order, "rm"]
     start = calls[2]
     assert start[start.index("--memory") + 1] == "2048m"
@@ -132,6 +133,19 @@ def test_failures_are_those_of_tests_and_of_docker(
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with raises_coded(UserError, "not_installed", "docker"):
         run(make_task(tmp_path / "d"), "true")
+
+
+@pytest.mark.parametrize("image", ["--privileged", "-v/:/host", "", 3, "a b"])
+def test_image_that_docker_reads_as_an_option_is_refused(
+    docker: Path, tmp_path: Path, image: str | int
+) -> None:
+    task = make_task(tmp_path / "a")
+    (tmp_path / "a/environment/Dockerfile").unlink()
+    settings = f"[environment]\ndocker_image = {json.dumps(image)}\n"
+    (tmp_path / "a/task.toml").write_text(settings)
+    with raises_coded(UserError, "invalid", "docker_image"):
+        run(task, "true")
+    assert not (docker / "calls").exists()
 
 
 def test_tasks_with_images_are_kept_for_docker(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ needs_namespaces = pytest.mark.skipif(
 )
 KINDS = [pytest.param("namespaces", marks=needs_namespaces), "processes"]
 NOBODY = LLM("http://localhost:1/v1", "key", "policy")
+OPEN = LLM("http://h/rollout/r~full/v1", "full", "policy", {}, "http://h/rollout/r~calls/v1", "few")
 CHECK = """\
 if [ "$(cat /app/hello.txt)" = "Hello" ]; then
   echo 1 > /logs/verifier/reward.txt
@@ -80,6 +81,26 @@ def test_the_instruction_is_on_standard_input_and_in_words(kind: str, tmp_path: 
     command = [sys.executable, "-c", code, "{instruction}"]
     found = asyncio.run(harbor.run(task, NOBODY, command=command, sandbox=kind))
     assert found["reward"] == 1.0
+
+
+def test_agent_gets_no_url_at_which_rewards_count(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "hello")
+    script = 'test "$OPENAI_API_KEY" = few && ! printenv | grep full && echo Hello > hello.txt'
+    found = asyncio.run(harbor.run(task, OPEN, command=["bash", "-c", script], sandbox="processes"))
+    assert found["reward"] == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_home_of_the_agent_is_not_that_of_the_tests(kind: str, tmp_path: Path) -> None:
+    python = os.path.realpath(sys.executable)  # an environment has no packages of its user
+    check = f'{python} -c "print(0)" > /logs/verifier/reward.txt\n'
+    task = write_task(tmp_path / "hello", test=check)
+    script = (
+        f"where=$({python} -c 'import site; print(site.getusersitepackages())')\n"
+        "mkdir -p $where\n"
+        "echo 'import os; print(1.0); os._exit(0)' > $where/usercustomize.py"
+    )
+    assert run(task, script, sandbox=kind)["reward"] == 0.0
 
 
 @pytest.mark.parametrize("kind", KINDS)

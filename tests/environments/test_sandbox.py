@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -61,6 +62,25 @@ def test_a_box_is_removed_with_what_is_in_it() -> None:
     assert not box.folder.exists()
 
 
+def test_box_with_deep_directories_is_removed() -> None:
+    with open_box("processes") as box:
+        ended = run(box, "for i in $(seq 1200); do mkdir d && cd d; done")
+    assert ended.status == 0 or ended.exceeded == "disk_mib"
+    assert not box.folder.exists()
+
+
+def test_deep_directories_hide_no_bytes(box: Box) -> None:
+    script = "for i in $(seq 1200); do mkdir d && cd d; done; head -c 9M /dev/zero > big; sleep 60"
+    assert run(box, script).exceeded == "disk_mib"
+
+
+def test_tests_have_a_home_of_their_own(box: Box) -> None:
+    run(box, "echo x > ~/planted; mkdir -p ../test_home; echo x > ../test_home/planted")
+    ended = run(box, "ls -A ~ | wc -l; touch ~/mine && echo written", with_tests=True)
+    assert ended.output.split() == ["0", "written"]
+    assert run(box, "ls ~").output == "planted\n"
+
+
 def test_a_program_without_end_is_ended_at_its_time(box: Box) -> None:
     word = f"hang-{uuid.uuid4().hex}"
     start = time.monotonic()
@@ -112,6 +132,58 @@ def test_a_program_over_its_memory_fails(box: Box) -> None:
     words = [sys.executable, "-c", "x = bytearray(600 * 2**20)"]
     ended = asyncio.run(run_boxed(box, words, PATH, limits=SMALL))
     assert ended.status != 0 and ("MemoryError" in ended.errors or ended.exceeded == "memory_mib")
+
+
+# Files in memory: written and mapped nowhere, and mapped by two processes after they were closed.
+WRITTEN = """
+import os, time
+number = os.memfd_create("hidden")
+for _ in range(600):
+    os.write(number, bytes(2**20))
+time.sleep(60)
+"""
+MAPPED = """
+import mmap, os, time
+memory = mmap.mmap(-1, MIB * 2**20)
+for at in range(0, len(memory), 2**20):
+    memory[at : at + 2**20] = bytes(2**20)
+os.fork()
+for at in range(0, len(memory), 4096):
+    memory[at]
+time.sleep(SECONDS)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of shared memory are Linux's")
+def test_files_in_memory_count_as_memory(box: Box) -> None:
+    large = dataclasses.replace(SMALL, disk_mib=1000)  # which limits each file, too
+    for code in (WRITTEN, MAPPED.replace("MIB", "500").replace("SECONDS", "60")):
+        words = [sys.executable, "-c", code]
+        ended = asyncio.run(run_boxed(box, words, PATH, limits=large))
+        assert ended.exceeded == "memory_mib"
+    shared = MAPPED.replace("MIB", "250").replace("SECONDS", "1")  # once, not for each process
+    ended = asyncio.run(run_boxed(box, [sys.executable, "-c", shared], PATH, limits=large))
+    assert ended.exceeded is None and ended.status == 0
+
+
+SEGMENT = """
+import ctypes, time
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+number = libc.shmget(0, 600 * 2**20, 0o1600)
+address = libc.shmat(number, None, 0)
+ctypes.memset(address, 1, 600 * 2**20)
+libc.shmdt(ctypes.c_void_p(address))
+time.sleep(60)
+"""
+
+
+@needs_namespaces
+def test_segments_that_nobody_maps_end_a_program() -> None:
+    with open_box("namespaces") as box:
+        words = [sys.executable, "-c", SEGMENT]
+        ended = asyncio.run(run_boxed(box, words, PATH, limits=SMALL))
+    assert ended.status == 137 or ended.exceeded == "memory_mib"
 
 
 def test_much_output_is_cut(box: Box) -> None:

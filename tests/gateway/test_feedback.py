@@ -104,6 +104,26 @@ async def _send(bench: Bench, url: str, body: bytes, **headers: str) -> tuple[in
         return response.status, await response.read()
 
 
+async def test_reports_with_what_is_for_calls_alone_do_not_count(bench: Bench) -> None:
+    llm = bench.rollout()
+    assert (await bench.post(BODY, base=llm.calls_url, key=llm.calls_key))[0] == 200
+    for body in ({"reward": 1000}, {"reward": 1000, "call": "last"}):
+        for key in (llm.calls_key, llm.api_key):
+            status, answer, _ = await bench.post(body, base=llm.calls_url, path="/reward", key=key)
+            assert status == 200 and answer["ignored"]
+    export = _export(bench.gateway.root_of("r1").trace_id)
+    root = llm.calls_url.removesuffix("/v1")
+    assert await _rejected(bench, f"{root}/v1/traces", export) == 1
+    assert await _rejected(bench, f"{bench.gateway.url}/v1/traces", export, llm.calls_key) == 1
+    transitions, reasons = spans_to_transitions(bench.store.spans("r1"))
+    assert [call.reward for call in transitions] == [0.0] and reasons == {}
+    assert bench.gateway.posted_reward("r1") is None
+    assert {span.name for span in bench.store.spans("r1")}.isdisjoint({"reward", "tool"})
+    assert bench.gateway.stats()["serve/ignored_reports"] == 6
+    assert (await bench.post(BODY, base=llm.base_url, key=llm.api_key))[0] == 200
+    assert await _rejected(bench, f"{bench.gateway.url}/v1/traces", export, llm.api_key) == 0
+
+
 async def _rejected(bench: Bench, url: str, body: bytes, key: str = "") -> int:
     """Return how many spans of an export were refused."""
     status, answer = await _send(bench, url, body, Authorization=f"Bearer {key}")

@@ -22,8 +22,9 @@ from lightning_jax.rollouts.agents import Agent, load_agent
 from lightning_jax.rollouts.config import MAX_VARIABLE, AgentConfig, RolloutConfig
 from lightning_jax.rollouts.leased_work import LeasedWork
 from lightning_jax.rollouts.process import MAX_OUTPUT, run_program
-from lightning_jax.rollouts.program import inherited, make_agent, program_environment
+from lightning_jax.rollouts.program import inherited, make_agent
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
+from lightning_jax.rollouts.visibility import program_environment, task_variable
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit, raise_limit
 from lightning_jax.testing.service import run_service
@@ -118,7 +119,7 @@ async def test_prompts_reach_functions_and_programs(tmp_path: Path) -> None:
 
 
 def test_the_environment_names_the_policy_for_each_client() -> None:
-    variables = program_environment({"id": "a", "text": "ä"}, URL)
+    variables = program_environment(URL) | task_variable({"id": "a", "text": "ä"})
     assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:1/rollout/r~t/v1"
     assert variables["OLLAMA_HOST"] == "http://127.0.0.1:1/rollout/r~t"
     assert variables["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/rollout/r~t"
@@ -130,7 +131,7 @@ def test_the_environment_names_the_policy_for_each_client() -> None:
 async def test_a_task_too_long_for_a_variable_is_on_standard_input(over: int) -> None:
     empty = len(f"LIGHTNING_TASK={json.dumps({'id': ''})}") + 1  # for the terminating zero byte
     task = {"id": "x" * (MAX_VARIABLE - empty + over)}
-    assert ("LIGHTNING_TASK" in program_environment(task, URL)) == (not over)
+    assert ("LIGHTNING_TASK" in task_variable(task)) == (not over)
     agent = shell("test ${LIGHTNING_TASK:+set} && wc -c || wc -c | sed s/^/-/")
     size = len(json.dumps(task))
     assert await agent(task, URL) == (-size if over else size)
@@ -301,6 +302,30 @@ async def test_a_program_that_kills_its_supervisor_ends_with_it(tmp_path: Path) 
     pids = tmp_path / "pids"
     agent = shell(f"sleep 1000 & echo $! > {pids}; kill -9 $PPID; wait")
     rollout = await rolled_out(tmp_path, agent)
+    assert (rollout.status, rollout.reason) == ("agent_failure", "KilledBySignal")
+    await ended(await pids_in(pids, 1))
+
+
+@linux
+async def test_what_left_the_group_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    until_there = f"while [ $(wc -l < {pids}) -lt 2 ]; do sleep 0.01; done"
+    script = f"touch {pids}; " + f"{ESCAPE.format(pids=pids)}; " * 2 + until_there
+    rollout = await rolled_out(tmp_path, shell(f"{script}; kill -9 $PPID; wait"))
+    assert (rollout.status, rollout.reason) == ("agent_failure", "KilledBySignal")
+    assert [is_running(pid) for pid in await pids_in(pids, 2)] == [False] * 2
+
+
+@linux
+async def test_what_left_the_group_ends_with_a_killed_guard(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    until_there = f"while [ $(wc -l < {pids}) -lt 1 ]; do sleep 0.01; done"
+    kill = (
+        "guard=$(($(cut -d' ' -f4 /proc/$PPID/stat)));"
+        "grep -q supervisor.py /proc/$guard/cmdline && kill -9 $guard && sleep 60"
+    )
+    script = f"touch {pids}; {ESCAPE.format(pids=pids)}; {until_there}; {kill}"
+    rollout = await rolled_out(tmp_path, shell(script))
     assert (rollout.status, rollout.reason) == ("agent_failure", "KilledBySignal")
     await ended(await pids_in(pids, 1))
 

@@ -21,7 +21,7 @@ class Live:
     ) -> None:
         self.catalog = Catalog([folder])
         self.server = LiveServer(self.catalog, key, activity)
-        self.server.watch = Watch(self.catalog, poll_s=0.02)
+        self.server.watch = Watch(self.catalog, self.server.lane, poll_s=0.02)
         self.server.answers.max_age_s = 0.0
         self.client: TestClient = TestClient(TestServer(self.server.application()))
 

@@ -8,6 +8,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -449,23 +451,45 @@ async def test_every_answer_has_the_security_headers(tmp_path: Path) -> None:
                 assert response.headers["Referrer-Policy"] == "no-referrer"
 
 
-@pytest.mark.parametrize(("key", "status"), [("secret", 401), (None, 200)])
-async def test_server_of_a_run_shows_the_page(tmp_path: Path, key: str | None, status: int) -> None:
+async def test_server_of_a_run_shows_the_page(tmp_path: Path) -> None:
     run = records.make_run(tmp_path)
-    gateway = Gateway(RemoteEngine("policy", ServeConfig(api_key=key)), records=False)
-    gateway.show_page(page_of(run, key, gateway.activity))
+    gateway = Gateway(RemoteEngine("policy", ServeConfig()), records=False)
+    gateway.show_page(page_of(run, "secret", gateway.activity), "")
     async with gateway, ClientSession() as client:
         async with client.get(f"{gateway.local_url}/") as response:
             assert str(response.url) == f"{gateway.local_url}/studio/"
             assert 'src="app.js"' in await response.text()
             assert "default-src 'none'" in response.headers["Content-Security-Policy"]
         async with client.get(f"{gateway.local_url}/studio/api/runs") as response:
-            assert response.status == status
-        headers = {"Host": "evil.example"}
-        async with client.get(f"{gateway.local_url}/studio/", headers=headers) as response:
-            assert response.status == (403 if key is None else 200)
+            assert response.status == 401
+        headers = {"Authorization": "Bearer secret"}
+        async with client.get(f"{gateway.local_url}/studio/api/runs", headers=headers) as response:
+            assert response.status == 200
         async with client.get(f"{gateway.local_url}/healthz") as response:
             assert response.status == 200
+
+
+def read_studio(runs: Path, *flags: str) -> tuple[str, int]:
+    """Start `lightning-jax studio`; return its URL and the status of a request without a key."""
+    command = [sys.executable, "-m", "lightning_jax", "studio", str(runs), "--port", "0", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = next(line for line in process.stderr if "http://" in line).split()[-1]
+        try:
+            with urllib.request.urlopen(f"{url.partition('#')[0]}api/runs") as response:
+                return url, response.status
+        except urllib.error.HTTPError as error:
+            return url, error.code
+        finally:
+            process.terminate()
+
+
+def test_studio_has_a_key_unless_told_otherwise(tmp_path: Path) -> None:
+    records.make_run(tmp_path)
+    url, status = read_studio(tmp_path)
+    assert len(url.partition("#key=")[2]) >= 32 and status == 401
+    url, status = read_studio(tmp_path, "--no-key")
+    assert "key" not in url and status == 200
 
 
 def test_page_sets_texts_only_as_text() -> None:

@@ -78,3 +78,9 @@ def test_run_without_an_agent_needs_programs_outside() -> None:
     assert callable(choose_trained_agent(AgentConfig(REFERENCE, external=True), None, []))
     with raises_coded(ConfigError, "missing", "agent.function"):
         choose_trained_agent(AgentConfig(), None, [])
+
+
+def test_field_that_no_task_has_is_refused() -> None:
+    config = AgentConfig(command="sh", task_fields=("question", "questoin"))
+    with raises_coded(ConfigError, "unknown", "agent.task_fields"):
+        choose_agent(config, None, [{"id": "a", "question": "b"}])

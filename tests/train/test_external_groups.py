@@ -93,6 +93,17 @@ async def _serving(config: Config, tasks: list[Task] = TASKS) -> AsyncIterator[t
         await run.collector.groups.close()
 
 
+async def test_rollout_is_not_ended_at_its_url_for_calls_alone(tmp_path: Path) -> None:
+    async with _serving(_config(tmp_path)) as (groups, product):
+        step = await _taking(groups, 0, 1)
+        opened = await product.open(task={"id": "a", "question": "a"})
+        tools = {"base_url": opened["calls_url"], "api_key": opened["calls_key"]}
+        assert (await product.end(tools, reward=1000.0, expected=403))["code"] == "calls_alone"
+        await product.answer({**opened, **tools})
+        assert (await product.end(opened, reward=0.5))["reward"] == 0.5
+        step.cancel()
+
+
 async def _taking(groups: Any, step: int, number: int) -> asyncio.Task[list[Any]]:
     """Return a step that waits for groups, once it has begun."""
     taking = asyncio.create_task(groups.take(step, number))

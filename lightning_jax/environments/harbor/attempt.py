@@ -18,6 +18,7 @@ from lightning_jax.environments.docker import open_container
 from lightning_jax.environments.harbor.folders import place_files, read_settings, read_setup
 from lightning_jax.environments.sandbox import (
     LOGS,
+    TEST_HOME,
     TESTS,
     WORK,
     Box,
@@ -29,13 +30,9 @@ from lightning_jax.environments.sandbox import (
 from lightning_jax.errors import UserError
 from lightning_jax.loading import find_program
 from lightning_jax.rollouts.process import Ended
-from lightning_jax.rollouts.program import (
-    OverLimit,
-    check_status,
-    inherited,
-    last_words,
-    program_environment,
-)
+from lightning_jax.rollouts.program import OverLimit, check_status, inherited, last_words
+from lightning_jax.rollouts.visibility import program_environment, task_variable
+from lightning_jax.system.trees import remove_tree
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
@@ -83,13 +80,18 @@ async def run(
     with open_box(kind, setup.workdir, visible, [task["root"]], setup.variables) as box:
         place_files(folder, setup, box)
         known = start.known(_located(task["instruction"], box))
-        variables = {**outer, **program_environment(known, llm)}
+        variables = {**outer, **_variables(known, llm)}
         ended = await run_boxed(
             box, _filled(words, known), variables, json.dumps(known).encode(), agent_limits
         )
         _check_agent(ended)
         found = await run_tests(folder, box, settings, test_limits)
     return found | {"agent_in_time": float(ended.exceeded is None)}
+
+
+def _variables(known: Task, llm: LLM) -> dict[str, str]:
+    """Return the agent's variables. Rewards and spans that it posts do not count: tests judge."""
+    return program_environment(llm.calls_only()) | task_variable(known)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ async def _run_in_docker(
 ) -> dict[str, float]:
     """Run the agent and the tests in a container of the task's image."""
     known = start.known(start.task["instruction"])
-    variables = program_environment(known, start.llm) | _chosen(start.env)
+    variables = _variables(known, start.llm) | _chosen(start.env)
     words = _filled(_words(start.command), known)
     stdin = json.dumps(known).encode()
     async with open_container(folder, settings, agent_limits) as container:
@@ -123,13 +125,20 @@ async def _run_in_docker(
         _check_agent(ended)
         await container.end_processes()
         await container.put(folder / "tests", TESTS)
-        with tempfile.TemporaryDirectory() as place:
-            (Path(place) / "verifier").mkdir()
-            await container.put(Path(place), LOGS)
+        place = Path(tempfile.mkdtemp())
+        try:
+            for name in ("home", "logs", "logs/verifier"):  # for any user of the image
+                (place / name).mkdir()
+                (place / name).chmod(0o777)
+            await container.put(place / "home", TEST_HOME)
+            await container.put(place / "logs", LOGS)
             script = ["bash", f"{TESTS}/test.sh"]
-            tested = await container.run(script, _test_variables(settings), test_limits.timeout_s)
-            await container.get(f"{LOGS}/verifier", Path(place) / "verifier")
-            found = _reward_of(tested, test_limits, Path(place) / "verifier")
+            variables = {**_test_variables(settings), "HOME": TEST_HOME}
+            tested = await container.run(script, variables, test_limits.timeout_s)
+            await container.get(f"{LOGS}/verifier", place / "logs/verifier")
+            found = _reward_of(tested, test_limits, place / "logs/verifier")
+        finally:
+            remove_tree(place)
     return found | {"agent_in_time": float(ended.exceeded is None)}
 
 
@@ -141,7 +150,7 @@ async def run_tests(
     Raises TestFailure if there are none.
     """
     for directory in (box.tests, box.logs):  # whatever the agent left there
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_tree(directory)
     shutil.copytree(folder / "tests", box.tests, symlinks=True)
     (box.logs / "verifier").mkdir(parents=True)
     if box.kind == "processes":

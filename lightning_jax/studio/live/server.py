@@ -2,14 +2,18 @@
 
 The page shows texts of models and tools. It runs no script but its own files, may connect to no
 other host, and sets texts as text. A server without a key answers only under names of this machine,
-so that a web page elsewhere cannot read it through a name of its own (DNS rebinding).
+so that a web page elsewhere cannot read it through a name of its own (DNS rebinding). In the
+process of a training it has threads of its own, and takes a bounded share of their time.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import ipaddress
-from collections.abc import Callable
-from dataclasses import replace
+import math
+import mimetypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +29,7 @@ from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
 from lightning_jax.studio.live.comparing import compare_answer
 from lightning_jax.studio.live.downloads import jsonl_lines, rollout_page, run_page
+from lightning_jax.studio.live.lanes import RATE, REFUSED_S, SHARE, Lane, Rate, too_busy
 from lightning_jax.studio.live.shared import Encoded, SharedAnswers, encode
 from lightning_jax.studio.live.throughput import Throughput
 from lightning_jax.studio.live.watch import Watch
@@ -47,26 +52,38 @@ MISSING = ("not_found", "incomplete", "unknown_run", "unknown_rollout", "not_ope
 DEFAULT_PAGE = 50
 MAX_NAMES = 40  # metrics in one answer
 MAX_CLIENTS = 64  # that listen for changes
+MAX_STREAMS = 4  # downloads at once
+MAX_WAITING = 64  # requests for answers
+MAX_WAITING_IN_TRAINING = 16
+MAX_LONG_WAITING = 4  # searches and downloads
 
 
 class LiveServer:
     """Routes of the live page over a catalog of runs. With a key, the API asks for it.
 
-    `activity` is that of the server of the run if the catalog is this one run.
+    `activity` is that of the server of the run if the catalog is this one run, which trains in this
+    process. The page then takes no more than its share of it.
     """
 
     def __init__(
         self, catalog: Catalog, key: str | None = None, activity: ReadActivity | None = None
     ) -> None:
         self._catalog, self._key, self._activity = catalog, key, activity
-        self._throughput, self._searching = Throughput(), asyncio.Semaphore(1)
-        self.watch, self.answers = Watch(catalog), SharedAnswers()
+        self._throughput, self._num_streams = Throughput(), 0
+        threads, share, waiting = (
+            (2, math.inf, MAX_WAITING) if activity is None else (1, SHARE, MAX_WAITING_IN_TRAINING)
+        )
+        self._rate = None if activity is None else Rate(RATE)
+        self.lane = Lane("answers", threads, waiting, share)
+        # One search or download at a time, so that none delays answers.
+        self.long_lane = Lane("long", 1, MAX_LONG_WAITING, share)
+        self.watch, self.answers = Watch(catalog, self.lane), SharedAnswers(self.lane)
 
     def application(self) -> web.Application:
         """Return an application for a server of its own, or to add below a path of another."""
         app = web.Application(middlewares=[secure, self._guard, errors], client_max_size=2**16)
-        get = app.router.add_get
-        get("/", self._index)
+        get, files = app.router.add_get, _read_files()
+        get("/", partial(_file, files))
         get("/api/events", self._events)
         get("/api/runs", partial(self._answer, lambda _: answers.runs_answer(self._catalog)))
         get("/api/runs/{run}/live", self._live)
@@ -86,20 +103,19 @@ class LiveServer:
         get(run + "/page.html", partial(self._page, _run_page))
         get(run + "/rollouts/{rollout}/page.html", partial(self._page, _rollout_page))
         get(run + "/rollouts.jsonl", self._jsonl)
-        app.router.add_static("/", ASSETS)
+        get("/{file:.+}", partial(_file, files))
         app.on_shutdown.append(self._close)
         return app
 
     async def _close(self, app: web.Application) -> None:
         await self.watch.close()
+        self.lane.close()
+        self.long_lane.close()
         await asyncio.to_thread(self._catalog.close)
-
-    async def _index(self, request: web.Request) -> web.StreamResponse:
-        return web.FileResponse(ASSETS / "index.html")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if self.watch.num_clients >= MAX_CLIENTS:
-            raise web.HTTPServiceUnavailable(reason="too many clients")
+            raise too_busy("too many clients")
         return await self.watch.follow(request, HEADERS)
 
     async def _answer(
@@ -125,15 +141,14 @@ class LiveServer:
         return await self._answer(lambda _: answers.live_answer(run, server, rollouts), request)
 
     async def _search(self, request: web.Request) -> web.StreamResponse:
-        """Search transcripts, one search at a time, so that others do not wait for a thread."""
+        """Search transcripts, one search at a time."""
         run, wanted, cursor = self._run(request), _filter(request), _number(request, "cursor", None)
         if not wanted.text:
             raise _wrong("text", "", "a text to search for")
         text, wanted = wanted.text, replace(wanted, text="")
-        async with self._searching:
-            found = await asyncio.to_thread(
-                lambda: encode(answers.search_answer(run, text, wanted, cursor))
-            )
+        found = await self.long_lane.run(
+            lambda: encode(answers.search_answer(run, text, wanted, cursor))
+        )
         return _json(found, request)
 
     def _compare(self, request: web.Request) -> Any:
@@ -144,7 +159,8 @@ class LiveServer:
     async def _page(
         self, render: Callable[[web.Request, WatchedRun], str], request: web.Request
     ) -> web.StreamResponse:
-        page = await asyncio.to_thread(render, request, self._run(request))
+        run = self._run(request)
+        page = await self.long_lane.run(lambda: render(request, run))
         return web.Response(
             text=page, content_type="text/html", headers=_attachment("rollouts.html")
         )
@@ -154,14 +170,21 @@ class LiveServer:
         run, wanted = self._run(request), _filter(request)
         headers = {"Content-Type": "application/jsonl"} | _attachment("rollouts.jsonl")
         response = web.StreamResponse(headers=headers | HEADERS)
-        offset = 0
-        lines = await asyncio.to_thread(jsonl_lines, run, wanted, offset)
-        await response.prepare(request)
-        while lines:
-            await response.write(b"".join(lines))
-            offset += len(lines)
-            lines = await asyncio.to_thread(jsonl_lines, run, wanted, offset)
-        await response.write_eof()
+        if self._num_streams >= MAX_STREAMS:
+            raise too_busy("too many downloads")
+        self._num_streams += 1
+        try:
+            lines = await self.long_lane.run(partial(jsonl_lines, run, wanted, 0))
+            await response.prepare(request)
+            offset = 0
+            while lines:
+                await response.write(b"".join(lines))
+                offset += len(lines)
+                read = partial(jsonl_lines, run, wanted, offset)
+                lines = await self.long_lane.run(read, is_admitted=True)
+            await response.write_eof()
+        finally:
+            self._num_streams -= 1
         return response
 
     @web.middleware
@@ -169,13 +192,17 @@ class LiveServer:
         """Refuse the API to requests without the key, and without a key to other host names."""
         if self._key is None and not _is_local_name(request.host):
             raise web.HTTPForbidden(reason="open the page as 127.0.0.1 or localhost")
-        is_open = "/api/" not in request.path
-        if self._key is not None and not is_open and not is_key(key_of(request), self._key):
+        if "/api/" not in request.path:
+            return await handler(request)
+        if self._key is not None and not is_key(key_of(request), self._key):
             raise web.HTTPUnauthorized(reason="the key is missing or wrong")
+        if self._rate is not None and not self._rate.admits():
+            await asyncio.sleep(REFUSED_S)
+            raise too_busy("too many requests")
         return await handler(request)
 
 
-def page_of(directory: Path, key: str | None, activity: ReadActivity) -> web.Application:
+def page_of(directory: Path, key: str, activity: ReadActivity) -> web.Application:
     """Return the live page of one run, for the run's own server, which reports its activity."""
     return LiveServer(Catalog([directory]), key, activity).application()
 
@@ -187,8 +214,8 @@ async def serve_live(server: LiveServer, host: str, port: int, key: str | None) 
     """
     if not key and is_exposed(host):
         raise ViewError(
-            f"--host is {host!r}, which other machines can reach, but --key is not set; set "
-            "--key, or leave --host at 127.0.0.1.",
+            f"--host is {host!r}, which other machines can reach, and --no-key is set; leave out "
+            "--no-key, or leave --host at 127.0.0.1.",
             reason="missing",
             key="--key",
         )
@@ -205,6 +232,45 @@ async def serve_until_stopped(
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
+
+
+# The page's own files
+
+
+@dataclass(frozen=True)
+class _File:
+    """File of the page, which is sent from memory."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+def _read_files() -> dict[str, _File]:
+    """Return the files of the page by path."""
+    found = {}
+    for path in ASSETS.rglob("*"):
+        if path.is_file():
+            body = path.read_bytes()
+            kind = mimetypes.guess_type(path.name)[0] or "text/plain"
+            etag = hashlib.sha256(body).hexdigest()[:16]
+            found[path.relative_to(ASSETS).as_posix()] = _File(body, kind, etag)
+    return found
+
+
+async def _file(files: Mapping[str, _File], request: web.Request) -> web.StreamResponse:
+    file = files.get(request.match_info.get("file", "index.html"))
+    if file is None:
+        raise web.HTTPNotFound
+    has_it = any(tag.value == file.etag for tag in request.if_none_match or ())
+    response = web.Response(
+        status=304 if has_it else 200,
+        body=None if has_it else file.body,
+        content_type=file.content_type,
+        charset="utf-8",
+    )
+    response.etag = file.etag
+    return response
 
 
 # Requests
@@ -305,6 +371,8 @@ async def secure(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = await handler(request)
     except web.HTTPException as error:
         response = _failure(error.status, "http_error", error.reason)
+        if wait_s := error.headers.get("Retry-After"):
+            response.headers["Retry-After"] = wait_s
     if not response.prepared:
         response.headers.update(HEADERS)
     return response

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from lightning_jax.studio.live.lanes import Lane
+
 MAX_AGE_S = 1.0
 MAX_KEPT = 64  # answers
 MIN_ZIPPED = 1024  # bytes; shorter ones are sent as they are
@@ -30,23 +32,24 @@ def encode(value: Any) -> Encoded:
 
 
 class SharedAnswers:
-    """Answers by address. One may be a second old. Use it in one event loop."""
+    """Answers by address, computed in a lane. One may be a second old. Use it in one event loop."""
 
-    def __init__(self, max_age_s: float = MAX_AGE_S) -> None:
-        self.max_age_s, self.num_computed = max_age_s, 0
+    def __init__(self, lane: Lane, max_age_s: float = MAX_AGE_S) -> None:
+        self._lane, self.max_age_s, self.num_computed = lane, max_age_s, 0
         self._tasks: OrderedDict[str, tuple[float, asyncio.Task[Encoded]]] = OrderedDict()
 
     async def get(self, address: str, compute: Callable[[], Any]) -> Encoded:
         """Return the answer, which a thread computes unless it is known or being computed.
 
-        An exception of `compute` reaches all who wait for it, and is not kept.
+        An exception of `compute` reaches all who wait for it, and is not kept. Raises
+        HTTPServiceUnavailable if too many answers are being computed.
         """
         begun, task = self._tasks.get(address, (0.0, None))
         is_known = task is not None and (
             not task.done() or time.monotonic() - begun < self.max_age_s
         )
         if task is None or not is_known:
-            task = asyncio.create_task(asyncio.to_thread(lambda: encode(compute())))
+            task = asyncio.create_task(self._lane.run(lambda: encode(compute())))
             task.add_done_callback(_look_at)  # nobody may be left who waits for it
             self.num_computed += 1
             self._tasks[address] = time.monotonic(), task

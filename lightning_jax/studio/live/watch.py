@@ -10,6 +10,7 @@ from contextlib import suppress
 from aiohttp import web
 
 from lightning_jax.studio.live.catalog import Catalog, Stamp
+from lightning_jax.studio.live.lanes import Lane
 
 POLL_S = 1.0
 SCAN_S = 10.0  # between two searches for new runs
@@ -22,8 +23,8 @@ class Watch:
     Use it only in one event loop.
     """
 
-    def __init__(self, catalog: Catalog, poll_s: float = POLL_S) -> None:
-        self._catalog, self._poll_s = catalog, poll_s
+    def __init__(self, catalog: Catalog, lane: Lane, poll_s: float = POLL_S) -> None:
+        self._catalog, self._lane, self._poll_s = catalog, lane, poll_s
         self._stamps: dict[str, Stamp] = {}
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -81,7 +82,7 @@ class Watch:
             await self._poll()
 
     async def _poll(self) -> None:
-        stamps = await asyncio.to_thread(self._read)
+        stamps = await self._lane.run(self._read, is_admitted=True)
         self.num_polls += 1
         if stamps == self._stamps:
             return

@@ -22,11 +22,18 @@ export class ApiFailure extends Error {
   }
 }
 
-async function request(path, signal) {
+const BUSY_TRIES = 5; // of a request that the server is too busy for
+
+async function request(path, signal, tries = BUSY_TRIES) {
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   const response = await fetch(new URL(`api/${path}`, document.baseURI), { headers, signal });
   if (response.ok) return response;
+  if (response.status === 503 && tries > 1) {
+    const seconds = Number(response.headers.get("Retry-After")) || 1;
+    await new Promise((resolve) => setTimeout(resolve, 1000 * seconds * (1 + Math.random())));
+    return request(path, signal, tries - 1);
+  }
   const body = await response.json().catch(() => ({}));
   throw new ApiFailure(response.status, body.error?.message ?? response.statusText);
 }

@@ -54,7 +54,7 @@ function showFailure(error) {
     return;
   }
   const input = element("input", { type: "password", "aria-label": "key", autocomplete: "off" });
-  fill(view, element("p", {}, "This server asks for its key (studio --key)."), input, " ",
+  fill(view, element("p", {}, "This server asks for its key: the one in the address that it printed, or the one that was set."), input, " ",
     element("button", { click: () => { setKey(input.value); start(); } }, "open"));
 }
 
