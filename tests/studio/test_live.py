@@ -165,6 +165,7 @@ async def test_server_of_a_training_reports_slots_queue_and_rate(tmp_path: Path)
     ids = [f"train-00003-000-0{index}-1" for index in (6, 5)]
     open_now = tuple(RolloutActivity(name, 10**18, 2, 70) for name in (*ids, "not in the store"))
     stats = {"serve/running": 3.0, "serve/queue_depth": 2.0, "serve/tokens_generated": 100.0}
+    stats["serve/compiling"] = 1.0
     async with live(tmp_path, activity=lambda: Activity(4, stats, open_now)) as page:
         now = 0.0
         page.server._throughput = Throughput(lambda: now)
@@ -176,7 +177,7 @@ async def test_server_of_a_training_reports_slots_queue_and_rate(tmp_path: Path)
     assert first["server"]["tokens_per_s"] is None
     assert second["server"] == {
         **{"slots": 4, "slots_used": 3.0, "queue": 2.0, "open_requests": None},
-        **{"tokens_per_s": 20.0, "window_s": 2.0},
+        **{"tokens_per_s": 20.0, "window_s": 2.0, "compiling": 1.0},
     }
     assert [rollout["rollout_id"] for rollout in second["running"]] == ids
     assert (second["running"][0]["calls"], second["running"][0]["tokens"]) == (2, 70)

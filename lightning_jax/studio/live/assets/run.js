@@ -182,7 +182,7 @@ function running(key, now) {
 
 function serverFacts(now) {
   const { slots, slots_used: used, queue, open_requests: open, tokens_per_s: rate,
-    window_s: window } = now.server;
+    window_s: window, compiling } = now.server;
   const fact = (value, name) => element("div", { class: "fact" },
     element("strong", {}, value), element("span", {}, name));
   return element("div", { class: "facts" },
@@ -192,6 +192,7 @@ function serverFacts(now) {
     open !== null && fact(open, "calls open"),
     fact(rate === null ? "..." : number(rate), rate === null ? "tokens/s, being measured"
       : `tokens/s in the last ${Math.round(window)} s`),
+    compiling > 0 && fact(compiling, "programs being compiled"),
     fact(now.num_running, "rollouts running"));
 }
 
