@@ -35,9 +35,10 @@ SECTIONS = {
             "fix what the message names and run the same command; it resumes",
         ),
         Row(
-            "most rollouts failed by the agent, as in the step before",
+            "most rollouts failed by the agent, for one reason twice in a row",
             "the agent fails for the reason named, with file and line",
-            "fix it; `rollout.max_agent_failures=1` if it is meant to fail",
+            "fix it, or raise `rollout.max_tokens` if replies were cut; "
+            "`rollout.max_agent_failures=1` if it is meant to fail",
         ),
         Row(
             "none of a step's rollouts called the policy",

@@ -68,7 +68,7 @@ def test_an_agent_is_trained_its_run_analysed_and_a_larger_one_planned(
 def test_the_quickstart_installs_what_only_lies_beside_it(
     folder: str, clone: str | None, tmp_path: Path
 ) -> None:
-    """As on Colab, where a folder of the package's name can be imported before an installation."""
+    """Run its first cell where Colab finds a folder of the package's name, but no package."""
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     if clone is not None:
         (tmp_path / clone / "lightning_jax").mkdir(parents=True)
