@@ -17,7 +17,7 @@ PACKAGE = ROOT / "lightning_jax"
 METRIC = re.compile(r"(eval|rollout|train|serve|time)/[a-z][a-z0-9_]*")
 # Gauges and totals of the server, which a row of metrics does not have, and prefixes.
 NOT_IN_ROWS = re.compile(
-    r"serve/(running|queue_depth|open|prefix_cache_\w+|prefill_tokens|prefix_hit_tokens)"
+    r"serve/(running|queue_depth|open|compiling|prefix_cache_\w+|prefill_tokens|prefix_hit_tokens)"
     r"|train/correction|\w+/\w+_"
 )
 

@@ -7,6 +7,7 @@ import pytest
 from coded import raises_coded
 from omegaconf import OmegaConf
 
+from lightning_jax.schema import section_keys
 from lightning_jax.settings import (
     HIDDEN,
     ConfigError,
@@ -15,7 +16,7 @@ from lightning_jax.settings import (
     load_with_derived,
     save_config,
 )
-from lightning_jax.settings.errors import similar_keys
+from lightning_jax.settings.errors import ALIASES, similar_keys
 from lightning_jax.train.config import Config
 
 
@@ -328,6 +329,12 @@ def test_sizes_follow_from_others(
     assert load_with_derived(Config, [str(tmp_path / "config.yaml")]) == (config, {})
 
 
+def test_names_of_other_programs_are_none_of_ours_and_lead_to_settings() -> None:
+    known = set(section_keys(Config))
+    assert {key for keys in ALIASES.values() for key in keys} <= known
+    assert not ALIASES.keys() & {key.rpartition(".")[2] for key in known}
+
+
 @pytest.mark.parametrize(
     ("key", "similar"),
     [
@@ -335,13 +342,21 @@ def test_sizes_follow_from_others(
         ("serve.slotz", ["serve.slots"]),
         ("optimiser", ["optimizer"]),
         ("polcy", ["policies"]),
-        ("entropy", []),
+        ("entropy", ["algorithm.entropy_coef"]),
+        ("optimizer.lr", ["optimizer.learning_rate", "warmup.optimizer.learning_rate"]),
+        ("optimizer.learning_rte", ["optimizer.learning_rate"]),
+        ("algorithm.epochs", ["algorithm.num_epochs"]),
+        ("algorithm.kl", ["algorithm.kl_in", "algorithm.kl_coef"]),
+        ("max_new_tokens", ["rollout.max_tokens"]),
+        ("model.path", ["model.name"]),
+        ("optimizer.xyz", []),
+        ("zebra", []),
     ],
 )
 def test_an_unknown_key_is_answered_with_those_that_may_be_meant(
     key: str, similar: list[str], tmp_path: Path
 ) -> None:
-    assert similar_keys(key, Config)[: len(similar)] == similar
+    assert similar_keys(key, Config)[: len(similar) or None] == similar
     (tmp_path / "c.yaml").write_text(OmegaConf.to_yaml(OmegaConf.from_dotlist([f"{key}=1"])))
     for argument in (f"{key}=1", str(tmp_path / "c.yaml")):
         with raises_coded(ConfigError, "unknown", key) as caught:

@@ -5,14 +5,16 @@ imports its own modules.
 """
 
 import argparse
+import difflib
 import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from lightning_jax.cli import troubleshooting
-from lightning_jax.cli.config import ServerConfig, add_chat_template
 from lightning_jax.cli.config_command import add_config, run_config
 from lightning_jax.cli.new import add_new, run_new
 from lightning_jax.cli.runs import (
@@ -29,6 +31,7 @@ from lightning_jax.cli.runtime import (
     Limit,
     add_settings,
     installed_version,
+    is_closed_output,
     is_unwritable,
     keep_compiled,
     lack_of_memory,
@@ -38,40 +41,36 @@ from lightning_jax.cli.runtime import (
     settings_layers,
     stop_on_sigterm,
 )
+from lightning_jax.cli.serve_command import add_serve, run_serve
 from lightning_jax.cli.sft import add_sft, run_sft
 from lightning_jax.cli.studio import add_studio, run_studio
 from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_try
 from lightning_jax.cli.worker import add_worker, run_worker
-from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
-from lightning_jax.models.config import ModelConfig
-from lightning_jax.models.formats.names import local_path
 from lightning_jax.schema import Positive
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
 from lightning_jax.types import PHASES
 
-if TYPE_CHECKING:
-    from lightning_jax.gateway.app import Gateway
-
 TROUBLESHOOTING = "troubleshooting"  # topic of `help`
-
-# Flags of `serve` that set fields of ServeConfig. Their defaults are defined there.
-SERVE_FLAGS = {
-    "host": "address to listen on",
-    "port": "port to listen on, 0 for any free one",
-    "slots": "number of requests decoded at once, per copy of the model",
-    "max_len": "maximum number of tokens of prompt plus response",
-    "max_queue": "maximum number of waiting requests; further ones get a 429",
-    "max_connections": "maximum number of connections; the next one closes an idle one",
-    "idle_connection_s": "seconds before an idle connection is closed",
-    "slow_request_s": "seconds to receive a whole request; a slower one gets a 408",
-}
+# A word of the command line in argparse's message.
+_MISSPELLED = re.compile(r"invalid choice: '(\S*?)'|unrecognized arguments: (--[\w-]+)")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that reports an error in one sentence, without the usage text."""
+    """Parser that reports an error in one sentence, without the usage text.
+
+    A misspelled command or flag is answered with the one that is meant.
+    """
 
     def error(self, message: str) -> NoReturn:
+        known = [name for action in self._actions for name in action.option_strings]
+        for action in self._actions:
+            known += map(str, action.choices or ())
+        found = _MISSPELLED.search(message)
+        close = difflib.get_close_matches(found[1] or found[2], known, 1) if found else []
+        if close:
+            message = f"{message.split(' (choose from')[0]}; did you mean {close[0]}?"
+            self.exit(2, f"error: {message} {self.prog} --help lists all.\n")
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
@@ -88,10 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         log_plainly()
         if arguments.run not in WITHOUT_JAX:
             keep_compiled()
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         return _fail(f"error: {error}", 1)
     except OSError as error:
+        if is_closed_output(error):
+            return 128 + signal.SIGPIPE
         if not is_unwritable(error):
             raise
         return _fail(f"error: {error}; free disk space or fix permissions, then try again.", 1)
@@ -115,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         ("train", "train an agent on your own tasks", _add_train, _train),
         ("eval", "score a policy on tasks without training", add_eval, run_eval),
         ("worker", "run the agent for a run on another machine", add_worker, run_worker),
-        ("serve", "serve a model over OpenAI's API and others", _add_serve, _serve),
+        ("serve", "serve a model over OpenAI's API and others", add_serve, run_serve),
         ("verify", "check a run's log-probs against its weights", _add_verify, _verify),
         ("view", "show a run's rollouts, or the timeline of one", _add_view, _view),
         ("studio", "serve a page that shows runs as they train", add_studio, run_studio),
@@ -144,35 +147,6 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     page = "show the live page of `studio` at / of the run's server; the log has its URL and key"
     parser.add_argument("--studio", action="store_true", help=page)
-
-
-def _add_serve(parser: argparse.ArgumentParser) -> None:
-    model = "Hugging Face directory or hub id, .gguf file, or smollm2-135m-instruct"
-    dtype = "dtype of weights and activations; auto: the fastest on this machine"
-    parser.add_argument("--model", default=ModelConfig.name, help=f"{model} (default: %(default)s)")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "auto"),
-        default=ModelConfig.dtype,
-        help=f"{dtype} (default: %(default)s)",
-    )
-    activation = "dtype of activations with bfloat16 weights, for a CPU (default: same as --dtype)"
-    parser.add_argument("--activation-dtype", choices=("float32",), help=activation)
-    add_chat_template(parser)
-    for name, text in SERVE_FLAGS.items():
-        default, text = getattr(ServeConfig, name), f"{text} (default: %(default)s)"
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(default), default=default, help=text)
-    tensor = (
-        "devices that share one copy of the model; other devices get further copies (default: 1)"
-    )
-    parser.add_argument("--tensor", type=int, default=ServerConfig.tensor, help=tensor)
-    parser.add_argument(
-        "--api-key", help="API key that clients must send (default: a random one, printed)"
-    )
-    parser.add_argument("--record", metavar="FILE", help="record every call in this SQLite file")
-    drain = "seconds to finish running requests after Ctrl-C (default: %(default)g)"
-    parser.add_argument("--drain-s", type=float, default=ServerConfig.drain_s, help=drain)
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -280,37 +254,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     made = make(model, config, capacity, devices, limit=limit)
     print(plan.as_table(made))
     plan.check_plan(made)
-    return 0
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    """Serve a model over OpenAI's API and others. Stop with Ctrl-C."""
-    settings = {name: getattr(arguments, name) for name in SERVE_FLAGS}
-    try:
-        config = ServerConfig(
-            model=ModelConfig(
-                name=arguments.model,
-                dtype=arguments.dtype,
-                activation_dtype=arguments.activation_dtype,
-                chat_template=arguments.chat_template,
-                chat_template_kwargs=arguments.chat_template_kwargs,
-            ),
-            serve=ServeConfig(**settings, api_key=arguments.api_key),
-            record=arguments.record,
-            drain_s=arguments.drain_s,
-            tensor=arguments.tensor,
-        )
-    except ValueError as error:
-        return _fail(f"error: {error}", 2)
-    local_path(arguments.model)  # a wrong one is told before JAX is imported
-
-    def announce(gateway: "Gateway") -> None:
-        key = "" if arguments.api_key else f" with API key {gateway.api_key}"
-        print(f"{gateway.model_name} answers at {gateway.url}/v1{key}", flush=True)
-
-    from lightning_jax.cli.serve import serve
-
-    serve(config, announce)
     return 0
 
 

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from lightning_jax.schema import describe, inner_section
+from lightning_jax.settings.errors import similar_keys
 from lightning_jax.train.config import Config
 
 HEADER = """\
@@ -78,20 +79,25 @@ def settings_page() -> str:
 
 
 def find_settings(words: Sequence[str]) -> list[Setting]:
-    """Return the settings whose key or meaning has all of the words, those by key first.
+    """Return the settings whose key, meaning or values have all of the words, those by key first.
 
-    A word may be the start of a longer one, such as "row" of `row_len`.
+    A word may be the start of a longer one, such as "row" of `row_len`. If there are none, return
+    the settings that someone who wrote the words may have meant.
     """
     patterns = [re.compile(rf"(?<![a-z]){re.escape(word)}", re.IGNORECASE) for word in words]
     by_key: list[Setting] = []
     by_meaning: list[Setting] = []
-    for setting in (setting for section in all_sections() for setting in section.settings):
+    settings = [setting for section in all_sections() for setting in section.settings]
+    for setting in settings:
         key = ".".join(setting.key)
         if all(pattern.search(key) for pattern in patterns):
             by_key.append(setting)
-        elif all(pattern.search(f"{key} {setting.meaning}") for pattern in patterns):
+        elif all(p.search(f"{key} {setting.meaning} {setting.values}") for p in patterns):
             by_meaning.append(setting)
-    return by_key + by_meaning
+    if found := by_key + by_meaning:
+        return found
+    similar = similar_keys("_".join(words), Config)
+    return [setting for setting in settings if ".".join(setting.key) in similar]
 
 
 def as_entry(setting: Setting) -> str:

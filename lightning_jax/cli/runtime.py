@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import platform
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -139,6 +140,18 @@ def cancel_at_stop() -> Iterator[None]:
 def is_unwritable(error: OSError) -> bool:
     """Return True if the disk is full or the path is not writable, which is not a bug of ours."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+
+
+def is_closed_output(error: OSError) -> bool:
+    """Return True if the reader of the output, such as `head`, has ended. Then discard the rest."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are always reported
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def lack_of_memory(error: Exception) -> str | None:

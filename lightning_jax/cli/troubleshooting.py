@@ -28,6 +28,29 @@ class Row(NamedTuple):
 
 
 SECTIONS = {
+    "The run does not start": (
+        Row(
+            "a directory has no tokenizer.json",
+            "the model has only a slow tokenizer, or was copied without it",
+            "save the fast one with transformers ([how](../models.md#a-missing-tokenizerjson))",
+        ),
+        Row(
+            "`model_type` is not supported",
+            "the decoder does not compute this family",
+            "take a model of [another family](../models.md#families)",
+        ),
+        Row(
+            "the plan does not fit a device",
+            "weights, moments, slots and rows need more memory",
+            "`model.lora.rank=16`, `model.remat=true`, fewer `serve.slots` ([which model "
+            "fits](../which_model_fits.md))",
+        ),
+        Row(
+            "another process trains in the run directory",
+            "one process at a time works there",
+            "wait for it or stop it, then [resume](../howto/resume_a_run.md); or set `run_dir`",
+        ),
+    ),
     "The run ends at once": (
         Row(
             "all rollouts failed before the policy answered a call",
@@ -35,9 +58,10 @@ SECTIONS = {
             "fix what the message names and run the same command; it resumes",
         ),
         Row(
-            "most rollouts failed by the agent, as in the step before",
+            "most rollouts failed by the agent, for one reason twice in a row",
             "the agent fails for the reason named, with file and line",
-            "fix it; `rollout.max_agent_failures=1` if it is meant to fail",
+            "fix it, or raise `rollout.max_tokens` if replies were cut; "
+            "`rollout.max_agent_failures=1` if it is meant to fail",
         ),
         Row(
             "none of a step's rollouts called the policy",

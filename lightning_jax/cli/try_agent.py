@@ -16,6 +16,7 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.settings import ConfigError, save_config
 from lightning_jax.studio.evaluation import learning_notes
 from lightning_jax.studio.load import RunReader, recorded_settings
+from lightning_jax.studio.needs import need_lines, usage_of
 from lightning_jax.studio.results import count_calls
 from lightning_jax.studio.terminal import render_rollout, render_run
 from lightning_jax.studio.text import cut, printable
@@ -69,7 +70,9 @@ def try_agent(
             console.print(Rule(style="dim"))
             view = reader.run(phase=phase, step=step, limit=num_attempts)
             console.print(render_run(view, console.width))
-        for line in _summary(store, rollouts, is_greedy):
+        pairs = [(done, store.spans(done.rollout_id)) for done in rollouts]
+        usage = usage_of(pairs, config, is_remote_policy=source.server is not None)
+        for line in _summary(store, rollouts, is_greedy) + need_lines(usage, config):
             _say(console, line)
     if record is not None:
         save_config(config, recorded_settings(record))

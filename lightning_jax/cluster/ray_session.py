@@ -1,7 +1,6 @@
 """Connection to Ray, which is an optional dependency and is imported here only."""
 
 import importlib
-import importlib.util
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ from typing import Any
 from lightning_jax.cluster.config import AUTO, LOCAL, ClusterConfig
 from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError
+from lightning_jax.system.packages import is_installed
 
 NAMESPACE = "lightning_jax"
 CONNECT_S = 10.0  # for the head of a cluster to accept a connection
@@ -25,7 +25,7 @@ class ClusterError(UserError, RuntimeError):
 
 def require_ray(config: ClusterConfig) -> None:
     """Raise ConfigError if the settings need Ray and it is not installed."""
-    if config.address is not None and importlib.util.find_spec("ray") is None:
+    if config.address is not None and not is_installed("ray"):
         raise ConfigError(
             f"cluster.address is {config.address}, but Ray is not installed; install it with "
             "pip install 'lightning-jax[ray]', or leave cluster.address out.",

@@ -87,6 +87,7 @@ class Batcher:
         return counts | {
             "serve/running": float(len(self._scheduler.running)),
             "serve/compiles": float(self._programs.compiles),
+            "serve/compiling": float(self._programs.num_compiling()),
             "serve/prefix_cache_pages_used": float(self._prefixes.pages_used),
             "serve/prefix_cache_evicted_pages": float(self._prefixes.evicted_pages),
         }

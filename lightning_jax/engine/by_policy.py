@@ -9,7 +9,7 @@ from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 
-SHARED = ("serve/compiles",)  # counted by the engine, which all loops share
+SHARED = ("serve/compiles", "serve/compiling")  # counted by the programs, which all loops share
 
 
 class LoopsByPolicy:
@@ -67,4 +67,4 @@ class LoopsByPolicy:
         """Return the counters, summed over all loops."""
         found = [loop.stats() for loop in self._loops]
         totals = {name: sum(stats[name] for stats in found) for name in found[0]}
-        return totals | {name: found[0][name] for name in SHARED}
+        return totals | {name: found[0][name] for name in SHARED if name in found[0]}

@@ -79,12 +79,18 @@ class Executables:
         self._locks: dict[Size, threading.Lock] = {}  # held while a thread compiles the size
         self._calls: Counter[Size] = Counter()  # of `count_call`
         self._requested: set[Size] = set()
+        self._compiling: set[Size] = set()
         self.waited_s = 0.0  # of callers, for executables that were not ready
 
     @property
     def ready(self) -> frozenset[Size]:
         """Sizes that are compiled."""
         return frozenset(self._ready.copy())
+
+    @property
+    def num_compiling(self) -> int:
+        """Number of sizes that are being compiled now."""
+        return len(self._compiling)
 
     def at_least(self, size: Size, *arguments: Any) -> Any:
         """Return the smallest executable that is as large as `size` in each of its numbers.
@@ -126,7 +132,11 @@ class Executables:
             if size in self._ready:
                 return
             started = time.monotonic()
-            self._ready[size] = self.lower(size, *_shapes(arguments)).compile()
+            self._compiling.add(size)
+            try:
+                self._ready[size] = self.lower(size, *_shapes(arguments)).compile()
+            finally:
+                self._compiling.remove(size)
             seconds = time.monotonic() - started
             log.debug("compiled %s %s in %.1f s", self._name, size, seconds)
 

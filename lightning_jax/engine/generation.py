@@ -22,6 +22,7 @@ class PromptTooLong(InvalidValue):
     """
 
     def __init__(self, num_tokens: int, max_len: int, *, at_least: bool = False) -> None:
+        self.num_tokens = num_tokens
         number = f"at least {num_tokens}" if at_least else num_tokens
         super().__init__(
             f"This model's maximum context length is {max_len} tokens, but the prompt is too long: "

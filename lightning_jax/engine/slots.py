@@ -341,6 +341,10 @@ class SlotPrograms:
         compiled = sum(len(executables.ready) for executables in self._sized)
         return self.pages.compiles + compiled + sum(f._cache_size() for f in functions)
 
+    def num_compiling(self) -> int:
+        """Return the number of prefill and generate programs that are being compiled now."""
+        return sum(executables.num_compiling for executables in self._sized)
+
     def waited_s(self) -> float:
         """Return the seconds so far in which calls waited for prefill and generate programs."""
         return sum(executables.waited_s for executables in self._sized)

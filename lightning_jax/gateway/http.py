@@ -167,7 +167,7 @@ async def listen(
         await runner.cleanup()
         raise GatewayError(
             f"the server cannot listen on {serve.host}:{serve.port} ({error.strerror or error}); "
-            "set serve.port or --port to a free port, or to 0 for any.",
+            "set serve.port to a free port, or to 0 for any.",
             reason="address_unavailable",
             key="serve.port",
         ) from error
@@ -198,7 +198,7 @@ def check_exposure(serve: ServeConfig) -> None:
     if not serve.api_key and is_exposed(serve.host):
         raise GatewayError(
             f"serve.host is {serve.host!r}, which other machines can reach, but serve.api_key is "
-            "not set; set serve.api_key or --api-key, or leave serve.host at 127.0.0.1.",
+            "not set; set serve.api_key, or leave serve.host at 127.0.0.1.",
             reason="missing",
             key="serve.api_key",
         )

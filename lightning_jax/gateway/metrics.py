@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector
 from lightning_jax.gateway.answer import Answer
 
 HUNG_UP = 499  # the client disconnected before the answer; nginx's status for it
-PRESENT = ("serve/running", "serve/queue_depth", "serve/open")  # gauges: these stats also go down
+# Gauges: these stats also go down.
+PRESENT = ("serve/running", "serve/queue_depth", "serve/open", "serve/compiling")
 CALL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 # Counters that the trainer logs, too.

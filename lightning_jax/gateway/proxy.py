@@ -66,6 +66,17 @@ class ProxiedCall:
         return f"roles.{self.route.role_name}.{name}" if self.route.role_name else otherwise
 
     @property
+    def limit_s(self) -> float:
+        """Limit of the whole call, which `limit_setting` sets."""
+        return self.timeout_s or self.route.role.timeout_s
+
+    @property
+    def limit_setting(self) -> str:
+        if self.timeout_s:
+            return "rollout.call_timeout_s"
+        return self.setting("timeout_s", "the limit")
+
+    @property
     def _name(self) -> str:
         return f"{attributes.CHAT} {self.route.model}"
 
@@ -97,10 +108,13 @@ async def pass_on(
         raise
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reason = f"{call.route.role.served_by} did not respond ({type(error).__name__}: {error})"
+        expected = f"start that server, or correct {call.setting('served_by', 'its URL')}."
+        if isinstance(error, TimeoutError):
+            reason = f"{call.route.role.served_by} did not respond within {call.limit_s:g} s"
+            expected = f"raise {call.limit_setting}, or look at that server."
         await write(store, call.rollout_id, call.failed("upstream_error", reason))
         if isinstance(error, _Torn):
             raise
-        expected = f"start that server, or correct {call.setting('served_by', 'its URL')}."
         raise ApiError(
             502, "upstream_error", f"{reason}; {expected}", infrastructure=True
         ) from error
@@ -125,7 +139,7 @@ async def _exchange(
     headers["Content-Type"] = "application/json"
     if key := call.route.role.api_key:
         headers |= {"Authorization": f"Bearer {key}", "x-api-key": key, "x-goog-api-key": key}
-    limit = aiohttp.ClientTimeout(total=call.timeout_s or call.route.role.timeout_s)
+    limit = aiohttp.ClientTimeout(total=call.limit_s)
     max_bytes = int(call.route.role.max_response_mib * 2**20)
     pieces: list[bytes] = []
     num_bytes = 0

@@ -100,6 +100,7 @@ class Call:
         first, count = self.choices[0].sampling, len(self.choices)
         kwargs = self.request.chat_template_kwargs or None
         prompts = dict.fromkeys(choice.prompt_ids for choice in self.choices)
+        num_tokens = self.refusal.num_tokens if self.refusal else sum(map(len, prompts))
         return {
             attributes.OPERATION_NAME: self._operation,
             attributes.DIALECT: self.request.dialect,
@@ -116,7 +117,7 @@ class Call:
             attributes.REQUEST_SEED: first.seed,
             attributes.REQUEST_STOP_SEQUENCES: first.stop or None,
             attributes.AGENT_NAME: self.request.agent or None,
-            attributes.USAGE_INPUT_TOKENS: sum(map(len, prompts)),
+            attributes.USAGE_INPUT_TOKENS: num_tokens,
             attributes.PREFIX_BREAKS: self.prefix_breaks,
             attributes.ADJUSTED: any(moves_logits(choice.sampling) for choice in self.choices)
             or None,
@@ -168,8 +169,9 @@ def error_of(error: BaseException, call: Call) -> ApiError | None:
             return _server_error(
                 504,
                 "call_timeout",
-                f"the call waited for the engine for longer than {call.timeout_s:g} s; lower "
-                "rollout.concurrency or raise rollout.call_timeout_s.",
+                f"the call waited for the engine for longer than {call.timeout_s:g} s, with "
+                f"{sum(len(choice.prompt_ids) for choice in call.choices)} prompt tokens; raise "
+                "rollout.call_timeout_s, or lower rollout.concurrency if it waited for others.",
             )
         case EngineError() | GrammarProcessLost():
             return _server_error(500, "engine_error", str(error))

@@ -57,6 +57,7 @@ async def run_rollouts(
         raise ConfigError("there are no tasks; pass at least one", reason="empty", key="tasks")
     if step is None:
         step = await store.in_order(store.next_step, phase)
+    await store.in_order(store.supersede_marked)  # of an agent that failed everywhere
     requests = make_requests(tasks, phase, step, config.group_size)
     async with isolate_agent(agent) as isolated:
         rollouts = await run_requests(requests, Runner(isolated, gateway, config, seed))

@@ -1,12 +1,14 @@
 """Failed rollouts: grouped by reason, reported when they first occur, and fatal if all failed."""
 
 import logging
+import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_jax.errors import UserError
+from lightning_jax.rl.credit import CUT_SHORT
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.types import Rollout
@@ -14,6 +16,8 @@ from lightning_jax.types import Rollout
 log = logging.getLogger(__name__)
 
 MAX_DETAIL_CHARS = 240  # of a failure's detail
+MIN_WORDS_CHARS = 60  # of it, beside a long place
+_PLACE = re.compile(r" \(at .+:\d+ in \S+\)\Z")  # where an agent raised; see `outcome._detail`
 
 
 @dataclass(frozen=True)
@@ -25,19 +29,27 @@ class Failure:
     count: int
     example: str  # a rollout id
     detail: str = ""  # detail of the example's failure, on one line
+    num_cut: int = 0  # rollouts of them with a response that ended at the token limit
 
 
-def failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
+def failures(rollouts: Sequence[Rollout], cut: Collection[str] = ()) -> tuple[Failure, ...]:
     """Group failed rollouts by status and reason, most frequent first.
 
-    The example is the first rollout of a group.
+    The example is the first rollout of a group. `cut` are ids of rollouts with responses that
+    ended at the token limit.
     """
     alike: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         if rollout.reason is not None:
             alike[rollout.status, rollout.reason].append(rollout)
     found = [
-        Failure(*key, len(those), those[0].rollout_id, _one_line(those[0].detail or ""))
+        Failure(
+            *key,
+            len(those),
+            those[0].rollout_id,
+            _one_line(those[0].detail or ""),
+            sum(rollout.rollout_id in cut for rollout in those),
+        )
         for key, those in alike.items()
     ]
     return tuple(sorted(found, key=lambda failure: -failure.count))
@@ -56,7 +68,8 @@ class FailureWatch:
     def __init__(self, store: Store, max_share: float = 1.0) -> None:
         self._store, self._max_share = store, max_share
         self._known_failures: set[tuple[str, str]] = set()
-        self._last_reason: str | None = None  # of most failures in the last set of rollouts
+        # Reason of most failures in the last set of rollouts, and what they were.
+        self._last: tuple[str, str] | None = None
 
     def observe(self, rollouts: Sequence[Rollout], what: str) -> None:
         """Read the finished rollouts of `what`, such as "step 3".
@@ -66,12 +79,13 @@ class FailureWatch:
         `max_share` is below 1, raises it also if all training rollouts were scored and none called
         the policy. A fixed agent runs them again.
         """
-        found = failures(rollouts)
+        failed = [rollout.rollout_id for rollout in rollouts if rollout.reason is not None]
+        found = failures(rollouts, set(filter(self._was_cut, failed)))
         if rollouts and all(
             rollout.status == "agent_failure" and not self._answered(rollout)
             for rollout in rollouts
         ):
-            self._store.supersede(rollouts[0].step)
+            self._store.mark_for_repeat(rollouts[0].step)
             raise BrokenAgent(
                 f"{what}: all {len(rollouts)} rollouts failed before the policy answered a call, "
                 f"such as {_such_as(found[0])}; fix the agent, its tasks or the setting in that "
@@ -101,7 +115,7 @@ class FailureWatch:
         if self._max_share == 1.0 or len(trained) < len(rollouts) or not rollouts:
             return
         if not any(self._answered(rollout) for rollout in rollouts):
-            self._store.supersede(rollouts[0].step)
+            self._store.mark_for_repeat(rollouts[0].step)
             raise BrokenAgent(
                 f"{what}: all {len(rollouts)} rollouts were scored without a call to the policy, "
                 f"such as {rollouts[0].rollout_id}, so there is nothing to learn from; turn off "
@@ -117,19 +131,27 @@ class FailureWatch:
         by_agent = [failure for failure in found if failure.status == "agent_failure"]
         worst = by_agent[0] if by_agent else None
         if worst is None or worst.count <= self._max_share * len(rollouts):
-            self._last_reason = None
+            self._last = None
             return
-        if worst.reason == self._last_reason:
-            self._store.supersede(rollouts[0].step)
+        if self._last is not None and worst.reason == self._last[0]:
+            self._store.mark_for_repeat(rollouts[0].step)
             raise BrokenAgent(
-                f"{what}: {worst.count} of {len(rollouts)} rollouts failed by the agent as in the "
-                f"step before, such as {_such_as(worst)}; fix the agent, or raise "
-                f"rollout.max_agent_failures={self._max_share:g} if it may fail, then run the same "
-                "command again.",
+                f"{what}: {worst.count} of {len(rollouts)} rollouts failed by the agent, for the "
+                f"same reason as in {self._last[1]}, such as {_such_as(worst)}; fix the agent, or "
+                f"raise rollout.max_agent_failures={self._max_share:g} if it may fail, then run "
+                "the same command again.",
                 reason="too_many_failures",
                 key=worst.example,
             )
-        self._last_reason = worst.reason
+        self._last = worst.reason, what
+
+    def _was_cut(self, rollout_id: str) -> bool:
+        """Return True if one of the rollout's responses ended at the token limit."""
+        return any(
+            CUT_SHORT in span.attributes.get(attributes.RESPONSE_FINISH_REASONS, ())
+            and not span.attributes.get(attributes.LATE)
+            for span in self._store.spans(rollout_id)
+        )
 
     def _answered(self, rollout: Rollout) -> bool:
         """Return True if the policy answered one of the rollout's calls."""
@@ -138,8 +160,19 @@ class FailureWatch:
 
 
 def _such_as(failure: Failure) -> str:
-    return f"{failure.example}: {failure.reason}: {failure.detail}".rstrip(": .")
+    text = f"{failure.example}: {failure.reason}: {failure.detail}".rstrip(": .")
+    if not failure.num_cut:
+        return text
+    return (
+        f"{text} (in {failure.num_cut} of the {failure.count} a reply was cut at the token limit; "
+        "if the agent cannot use a part of a reply, raise rollout.max_tokens and its own "
+        "max_tokens)"
+    )
 
 
 def _one_line(text: str) -> str:
-    return textwrap.shorten(text, MAX_DETAIL_CHARS, placeholder=" ...")
+    """Return the text without line breaks and shortened, but with the place of an error."""
+    found = _PLACE.search(text)
+    place = found[0] if found else ""
+    width = max(MAX_DETAIL_CHARS - len(place), MIN_WORDS_CHARS)
+    return textwrap.shorten(text.removesuffix(place), width, placeholder=" ...") + place

@@ -220,7 +220,7 @@ class Scorer:
             raise
         except BaseException as error:  # noqa: BLE001  (foreign code: fails only its rollouts)
             found = outcome_of_error(error, NO_GATEWAY)
-            detail = f"rewards.{name} raised {found.reason}: {found.detail}"[:500]
+            detail = f"rewards.{name} raised {found.reason}: {found.detail}"
             return replace(found, reason=BAD_COMPONENT, detail=detail)
 
 

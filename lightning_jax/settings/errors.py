@@ -1,7 +1,7 @@
 """Errors in settings, each as one sentence with the key and the fix."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,35 @@ MOVED = {  # old keys and their new names
         f"data.{name}": f"data.options.{name}"
         for name in ("max_schema_chars", "require_rows", "sources", "max_question_chars")
     },
+}
+# Names in other programs, and the settings that do the same.
+ALIASES = {
+    "batch_size": ("rollout.tasks_per_step", "batch.rows"),
+    "train_batch_size": ("rollout.tasks_per_step",),
+    "num_generations": ("rollout.group_size",),
+    "rollout_n": ("rollout.group_size",),
+    "max_steps": ("num_steps",),
+    "beta": ("algorithm.kl_coef",),
+    "clip_range": ("algorithm.clip_low", "algorithm.clip_high"),
+    "epsilon": ("algorithm.clip_low", "algorithm.clip_high"),
+    "max_new_tokens": ("rollout.max_tokens",),
+    "max_completion_length": ("rollout.max_tokens",),
+    "max_response_length": ("rollout.max_tokens",),
+    "max_prompt_length": ("serve.max_len",),
+    "max_model_len": ("serve.max_len",),
+    "context_length": ("serve.max_len",),
+    "output_dir": ("run_dir",),
+    "resume": ("run_dir",),
+    "save_steps": ("checkpoint.every",),
+    "eval_steps": ("eval.every",),
+    **dict.fromkeys(("report_to", "wandb", "tensorboard", "mlflow"), ("metrics.sinks",)),
+    "gradient_checkpointing": ("model.remat",),
+    "enable_thinking": ("model.chat_template_kwargs",),
+    "thinking": ("model.chat_template_kwargs",),
+    "model_path": ("model.name",),
+    "model_name_or_path": ("model.name",),
+    "lora_rank": ("model.lora.rank",),
+    "tensor_parallel_size": ("mesh.tensor", "serve.mesh.tensor"),
 }
 
 
@@ -107,16 +136,58 @@ def one_sentence(error: Exception) -> str:
 
 def _unknown(key: str, schema: type | None) -> str:
     close = similar_keys(key, schema) if schema else []
-    fix = f"did you mean {' or '.join(close)}?" if close else "lightning-jax config lists all."
+    section = key.rpartition(".")[0]
+    if close:
+        fix = f"did you mean {' or '.join(close)}?"
+    elif schema and section in section_keys(schema):
+        fix = f"lightning-jax config {section} lists those of {section}."
+    else:
+        fix = "lightning-jax config lists all."
     return f"there is no setting {key}; {fix}"
 
 
 def similar_keys(key: str, schema: type) -> list[str]:
     """Return the keys that someone who wrote `key` may have meant, at most three.
 
-    These are keys with the same name in other sections, else those with a similar spelling.
+    These are keys with the same name in other sections, or that continue it in the same one, else
+    what other programs call so, else keys that it abbreviates (`lr`) or shortens (`epochs`), else
+    one with a similar spelling.
     """
     known = list(section_keys(schema))
-    name = key.rpartition(".")[2]
-    same = [other for other in known if other.rpartition(".")[2] == name]
-    return sorted(same, key=len)[:3] or difflib.get_close_matches(key, known, 1)
+    section, _, name = key.rpartition(".")
+    words = set(name.split("_"))
+
+    def those(fits: Callable[[str, str], bool]) -> list[str]:
+        parts = [(*other.rpartition(".")[::2], other) for other in known]
+        found = [
+            (above != section, len(other), other)
+            for above, leaf, other in parts
+            if fits(above, leaf)
+        ]
+        return [other for _, _, other in sorted(found)][:3]
+
+    aliases = ALIASES.get(name) or ALIASES.get(key.replace(".", "_")) or ()
+    return (
+        those(
+            lambda above, leaf: (
+                leaf == name or (above == section != "" and leaf.startswith(f"{name}_"))
+            )
+        )
+        or [other for other in aliases if other in known]
+        or those(lambda _, leaf: len(name) > 1 and _initials(leaf) == name)
+        or those(lambda _, leaf: words < set(leaf.split("_")))
+        or _similar_spelling(key, known)
+    )
+
+
+def _initials(leaf: str) -> str:
+    return "".join(word[:1] for word in leaf.split("_"))
+
+
+def _similar_spelling(key: str, known: Sequence[str]) -> list[str]:
+    """Return the key with the most similar spelling, of the same section if there is one."""
+    section, _, name = key.rpartition(".")
+    if section not in known:
+        return difflib.get_close_matches(key, known, 1)
+    leaves = [leaf for above, _, leaf in (k.rpartition(".") for k in known) if above == section]
+    return [f"{section}.{leaf}" for leaf in difflib.get_close_matches(name, leaves, 1)]

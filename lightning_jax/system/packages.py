@@ -1,11 +1,21 @@
 """Packages that are not always installed."""
 
 import importlib
+import importlib.util
 import re
 import shlex
 from types import ModuleType
 
 from lightning_jax.errors import UserError
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a top-level module can be imported, without importing it.
+
+    A folder of its name, such as the ./wandb that a run of W&B leaves, is not the package.
+    """
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def import_optional(module: str, requirement: str) -> ModuleType:
@@ -14,7 +24,10 @@ def import_optional(module: str, requirement: str) -> ModuleType:
     `requirement` is what pip installs, such as verifiers>=0.4. Raises UserError if the package, or
     one that it imports, is missing.
     """
+    top = module.partition(".")[0]
     try:
+        if not is_installed(top):
+            raise ModuleNotFoundError(name=top)
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise UserError(

@@ -10,7 +10,8 @@ from lightning_jax.system.files import create_private
 
 SCHEMA_VERSION = 10
 METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
-SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"  # since version 3
+# Since version 3. 1: of another run; 2: of a failed run, which repeats them when it resumes.
+SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"
 SEQUENCE_COLUMN = "sequence INTEGER"  # since version 4; NULL in spans of older stores
 TASK_COLUMN = "task TEXT NOT NULL DEFAULT '{}'"  # since version 5: fields of the task, as texts
 # Since version 7: rewards by component, and what judges wrote about them.

@@ -40,7 +40,7 @@ class Filter:
         clauses = [f"{name} = ?" for name in given]
         values: list[object] = list(given.values())
         if self.group_id is None:
-            clauses.append("superseded = 0")
+            clauses.append("superseded != 1")
         if self.text:
             clauses.append(f"({' OR '.join(f'{name} LIKE ? ESCAPE ?' for name in SEARCHED)})")
             for name in SEARCHED:
@@ -93,7 +93,7 @@ class StoreListing:
 
     def counts(self) -> dict[str, int]:
         """Return the number of rollouts by status, without superseded ones."""
-        query = "SELECT status, COUNT(*) FROM rollouts WHERE superseded = 0 GROUP BY status"
+        query = "SELECT status, COUNT(*) FROM rollouts WHERE superseded != 1 GROUP BY status"
         return dict(self._all(query))
 
     def started_s(self) -> float | None:
@@ -162,7 +162,7 @@ class StoreListing:
         """Return (status, reason, number, newest example, its detail), most frequent first."""
         rows = self._all(
             "SELECT status, reason, COUNT(*) AS number, rollout_id, detail, MAX(step) "
-            "FROM rollouts WHERE reason IS NOT NULL AND superseded = 0 "
+            "FROM rollouts WHERE reason IS NOT NULL AND superseded != 1 "
             "GROUP BY status, reason ORDER BY number DESC, reason"
         )
         return [row[:5] for row in rows]

@@ -382,6 +382,23 @@ class Store:
             )
             db.execute("DELETE FROM step_groups WHERE step >= ?", (step,))
 
+    def mark_for_repeat(self, step: int) -> None:
+        """Mark the rollouts of this step and later ones, which `supersede_marked` supersedes.
+
+        Until then they are listed, so that a failed run shows what failed.
+        """
+        with self._transaction() as db:
+            query = "UPDATE rollouts SET superseded = 2 WHERE step >= ? AND superseded = 0"
+            db.execute(query, (step,))
+
+    def supersede_marked(self) -> None:
+        """Supersede the steps that `mark_for_repeat` marked, before a run repeats them."""
+        with self._transaction() as db:
+            query = "SELECT MIN(step) FROM rollouts WHERE superseded = 2"
+            (step,) = db.execute(query).fetchone()
+            if step is not None:
+                self.supersede(step)
+
     def set_step_groups(self, step: int, group_ids: Sequence[str]) -> None:
         """Record the groups that a step trains on. A resumed run may repeat this."""
         with self._transaction() as db:
@@ -682,7 +699,7 @@ def as_rollout(row: tuple[Any, ...]) -> Rollout:
     return Rollout(
         *fields,
         metrics=json.loads(metrics),
-        superseded=bool(superseded),
+        superseded=superseded == 1,
         components=json.loads(components),
     )
 

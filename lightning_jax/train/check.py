@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_jax.cluster.ray_session import require_ray
 from lightning_jax.loading import check_reference, find_program
-from lightning_jax.models.formats.names import local_path, read_chat_template
+from lightning_jax.models.formats.names import ModelError, local_path, read_chat_template
 from lightning_jax.rollouts.config import key_of, require_agent
 from lightning_jax.schema import PathKind, inner_section, path_kind
 from lightning_jax.settings import ConfigError, changed_keys, read_saved
@@ -87,10 +87,15 @@ def check_judges(config: Config) -> None:
 
 def check_model(config: Config) -> None:
     """Raise ModelError if a file or folder with weights or the chat template does not exist."""
-    bases = (policy.base for policy in config.policies.values())
-    for name in (config.model.name, config.teacher_model, *bases):
-        if name is not None:
+    bases = {f"policies.{name}.base": policy.base for name, policy in config.policies.items()}
+    models = {"model.name": config.model.name, "distill.teacher": config.teacher_model, **bases}
+    for key, name in models.items():
+        if name is None:
+            continue
+        try:
             local_path(name)
+        except ModelError as error:
+            raise ModelError(f"{key}: {error}", reason=error.reason, key=error.key) from error
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
 

@@ -363,7 +363,9 @@ class Config(Section):
     `run_dir` holds all its outputs and all it needs to resume after a crash.
     """
 
-    run_dir: str = "runs/default"  # relative to the working directory, even in a file
+    # Directory of the outputs, relative to the working directory even in a file. Started again with
+    # the same run_dir, a run resumes from its newest checkpoint.
+    run_dir: str = "runs/default"
     seed: Natural = 0  # of tasks, sampling and new weights
     num_steps: Natural = 20  # policy steps, after the warm-up
     model: ModelConfig = field(default_factory=ModelConfig)

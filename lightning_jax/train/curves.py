@@ -16,6 +16,7 @@ MIN_SMOOTHED = 5  # points of a curve that gets a smoothed one
 MAX_AGENT_PANELS = 8  # numbers that the agent returned
 SAMPLED_PER_S = "sampled by the step's time"  # a curve that no metric has
 BACKGROUND = "#f1f3f5"  # of the internals
+WARMUP = "#e7ecf1"  # background of its steps
 
 
 class Panel(NamedTuple):
@@ -102,8 +103,10 @@ def plot_curves(rows: Rows, path: Path, title: str) -> None:
     """Write a PNG atomically, with a panel for each group of metrics that has points."""
     rows = [_with_rate(row) for row in rows]
     results, internals = panels_of(rows)
-    smoothing = " (thin: each step; bold: mean of neighboring steps)" * (len(rows) >= MIN_SMOOTHED)
-    sections = [(f"{title}{smoothing}", results, "white")] * bool(results)
+    notes = ["thin: each step; bold: mean of neighboring steps"] * (len(rows) >= MIN_SMOOTHED)
+    notes += ["shaded: warm-up"] * bool(warmup_steps(rows))
+    heading = f"{title} ({'; '.join(notes)})" if notes else title
+    sections = [(heading, results, "white")] * bool(results)
     sections += [("internals", internals, BACKGROUND)] * bool(internals)
     if not sections:
         return
@@ -126,6 +129,12 @@ def plot_curves(rows: Rows, path: Path, title: str) -> None:
             axes.set_axis_off()
     with replacing(path) as draft, matplotlib.rc_context({"savefig.dpi": 90}):
         figure.savefig(draft, format="png")
+
+
+def warmup_steps(rows: Rows) -> int:
+    """Return the number of steps of the warm-up, 0 if there was none."""
+    steps = [int(row["step"]) for row in rows if any(name.startswith("warmup/") for name in row)]
+    return max(steps, default=-1) + 1
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -214,6 +223,8 @@ def _draw(axes: Any, rows: Rows, panel: Panel) -> None:
         axes.plot(steps, values, ".-", color=color, linewidth=0.8, alpha=strength, label=label)
         if is_smoothed:
             axes.plot(steps, smoothed(values), color=color, linewidth=2, label=name)
+    if end := warmup_steps(rows):
+        axes.axvspan(0, end, color=WARMUP, zorder=0)
     if panel.is_log:
         axes.set_yscale("log")
     axes.legend(fontsize=7)

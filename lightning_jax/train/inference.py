@@ -29,7 +29,7 @@ from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.chosen_prompts import present_prompts, read_chosen
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import find_weights
-from lightning_jax.train.progress import Progress, count_tokens, show_progress
+from lightning_jax.train.progress import Progress, count_work, show_progress
 from lightning_jax.train.serving import routing_of
 from lightning_jax.train.startup import load_trainable, open_service, with_dtypes
 from lightning_jax.types import Metrics, Rollout, Task
@@ -201,7 +201,7 @@ async def run_tasks(
     Raises TooManyFailures if the infrastructure failed too often.
     """
     requests = make_requests(tasks, phase, step, group_size)
-    progress = Progress(lambda: count_tokens(runner.gateway.stats()))
+    progress = Progress(lambda: count_work(runner.gateway.stats()))
     progress.begin(phase, len(requests))
     with (
         logging_redirect_tqdm(),

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -14,19 +15,28 @@ REDRAW_EVERY_S = 1.0
 LOG_EVERY_S = 15.0
 
 
-def count_tokens(stats: Mapping[str, float]) -> tuple[float, float]:
-    """Return the tokens sampled and the prompt tokens read, by a gateway's counters."""
-    return stats.get("serve/tokens_generated", 0.0), stats.get("serve/prefill_tokens", 0.0)
+class Work(NamedTuple):
+    """Work of an engine: tokens sampled and prompt tokens read so far, and what it compiles now."""
+
+    sampled: float = 0.0
+    read: float = 0.0
+    compiling: float = 0.0  # programs
+
+
+def count_work(stats: Mapping[str, float]) -> Work:
+    """Return the work that a gateway's counters show."""
+    names = ("serve/tokens_generated", "serve/prefill_tokens", "serve/compiling")
+    return Work(*(stats.get(name, 0.0) for name in names))
 
 
 class Progress:
     """Phases of a run, such as a step's rollouts and an evaluation beside them, and how far.
 
-    `num_tokens` returns the tokens sampled so far, and those of prompts read so far.
+    `count` returns what the engine has done so far.
     """
 
-    def __init__(self, num_tokens: Callable[[], tuple[float, float]]) -> None:
-        self._num_tokens = num_tokens
+    def __init__(self, count: Callable[[], Work]) -> None:
+        self._count = count
         self._phases: dict[str, tuple[int, int]] = {}  # finished rollouts, and all of them
         self.begin("start")
 
@@ -34,7 +44,7 @@ class Progress:
         """Begin a phase, which has this many rollouts, beside phases whose rollouts still run."""
         if all(done >= total for done, total in self._phases.values()):
             self._phases.clear()
-            self._started, self._tokens = time.monotonic(), self._num_tokens()
+            self._started, self._before = time.monotonic(), self._count()
         self._phases[phase] = (0, num_rollouts)
 
     def advance(self, phase: str) -> None:
@@ -50,9 +60,11 @@ class Progress:
             parts.append(f"{phase}: {done} of {total}{word}" if total else phase)
             word = "" if total else word
         if not word:
-            counts = zip(self._num_tokens(), self._tokens, strict=True)
-            sampled, read = ((now - before) / max(seconds, 1e-3) for now, before in counts)
-            parts.append(f"{sampled:.0f} tokens/s, {read:.0f} prompt tokens/s")
+            now, before, elapsed = self._count(), self._before, max(seconds, 1e-3)
+            sampled, read = now.sampled - before.sampled, now.read - before.read
+            parts.append(f"{sampled / elapsed:.0f} tokens/s, {read / elapsed:.0f} prompt tokens/s")
+            if now.compiling:
+                parts.append(f"compiling {now.compiling:.0f}")
         return ", ".join([*parts, f"{seconds:.0f} s"])
 
 

@@ -61,8 +61,9 @@ def resume(
 
     If they changed, first mark the stored rollouts of coming steps as those of another run, so that
     a crash in between does no harm. `untaken` are the ids of groups that coming steps will train.
-    Rollouts that a crash interrupted will run again.
+    Rollouts that a crash interrupted will run again, and those that ended the run by failing.
     """
+    store.supersede_marked()
     if changed:
         first = first_discarded(changed, step)
         only_learning = first > step

@@ -40,7 +40,7 @@ from lightning_jax.train.monitors import (
 )
 from lightning_jax.train.multihost import Leader
 from lightning_jax.train.pipelines import Pipelines
-from lightning_jax.train.progress import Progress, count_tokens
+from lightning_jax.train.progress import Progress, count_work
 from lightning_jax.train.prompt_search import PromptSearch, is_due
 from lightning_jax.train.runtime import return_freed_memory
 from lightning_jax.train.serving import ServedPolicy
@@ -74,7 +74,7 @@ class Run:
         self.pipelines, self.leader, self.replica = pipelines, leader, leader.target
         self.policies, self.gateway, self.store = policies, runner.gateway, runner.store
         self.search, self.hints = search, hints
-        self.progress = Progress(lambda: count_tokens(self.gateway.stats()))
+        self.progress = Progress(lambda: count_work(self.gateway.stats()))
         self.compiling = CompileAhead(self.replica, config.total_steps - self.step)
         self.collector = Collector(
             config, pipelines, runner, model.tokenizer, self.progress, self.compiling.start

@@ -165,3 +165,12 @@ def test_the_second_stop_ends_the_process_at_once(then: str, lines: list[str], c
     command = [sys.executable, "-c", STOPPABLE.format(then=then)]
     child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (child.stdout.split(), child.returncode) == (lines, code)
+
+
+def test_a_reader_that_has_ended_is_no_error() -> None:
+    command = [sys.executable, "-m", "lightning_jax", "config"]
+    reading, writing = os.pipe()
+    os.close(reading)  # as `head` does after its lines
+    with open(writing, "wb") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

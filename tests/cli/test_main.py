@@ -130,7 +130,11 @@ def test_stopped_while_it_compiles_it_ends_without_an_error(model_dir: Path) -> 
     ("flags", "code", "names"),
     [
         ([], 2, ("COMMAND", "lightning-jax --help")),
-        (["serve", "--slotz", "3"], 2, ("--slotz 3", "lightning-jax serve --help")),
+        (["trian"], 2, ("'trian'", "did you mean train?", "lightning-jax --help")),
+        (["help", "trian"], 2, ("did you mean train?",)),
+        (["zzz"], 2, ("'zzz'", "compare", "lightning-jax --help")),
+        (["train", "--stduio"], 2, ("did you mean --studio?",)),
+        (["serve", "--slotz", "3"], 2, ("--slotz 3", "--slots", "lightning-jax serve --help")),
         (["serve", "--port", "x"], 2, ("--port", "'x'", "lightning-jax serve --help")),
         (["serve", "--port", "70000"], 2, ("port", "70000", "65535")),
         (["serve", "--tensor", "0"], 2, ("tensor", "0", "1")),
@@ -140,9 +144,9 @@ def test_stopped_while_it_compiles_it_ends_without_an_error(model_dir: Path) -> 
         (["serve", "--dtype", "int4"], 2, ("--dtype", "'int4'", "float32", "bfloat16", "auto")),
         (["serve", "--chat-template-kwargs", "[1]"], 2, ("--chat-template-kwargs", "[1]")),
         (["serve", "--chat-template-kwargs", '{"tools": 1}'], 2, ("'tools'",)),
-        (["serve", "--chat-template", "no.jinja"], 1, ("model.chat_template", "'no.jinja'")),
+        (["serve", "--chat-template", "no.jinja"], 1, ("--chat-template", "'no.jinja'")),
         (["serve", "--model", "./none"], 1, ("model", "'./none'")),
-        (["serve", "--max-len", "9999"], 1, ("serve.max_len", "9999", "2048")),
+        (["serve", "--max-len", "9999"], 1, ("--max-len", "9999", "2048")),
         (["serve", "--record", "no/such/place"], 1, ("no/such/place", "no/such")),
         (["serve", "--host", "0.0.0.0"], 1, ("'0.0.0.0'", "--api-key")),
         (["serve", "--host", "0.0.0.0", "--api-key", ""], 1, ("'0.0.0.0'", "--api-key")),
@@ -162,6 +166,7 @@ def test_mistakes_give_one_sentence(
     output = capsys.readouterr()
     assert _holds(output.err, *names), output.err
     assert "Traceback" not in output.err and output.out == ""
+    assert not re.search(r"\b(model|serve)\.[a-z]", output.err)  # no settings of a run
     assert sum(line.startswith("error: ") for line in output.err.splitlines()) == 1
 
 

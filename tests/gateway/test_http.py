@@ -168,6 +168,8 @@ async def test_a_refused_long_prompt_is_on_record_without_its_ids(bench: Bench, 
         assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
     spans = bench.store.spans("r1")
     assert [span.attributes["error.type"] for span in spans] == ["context_length_exceeded"] * 2
+    lengths = [span.attributes["gen_ai.usage.input_tokens"] for span in spans]
+    assert all(length > 512 for length in lengths)  # also where the ids are not recorded
     assert [span.attributes["lightning.prompt_token_ids"] for span in spans] == [()] * 2
 
 

@@ -1,5 +1,6 @@
 """Tests of roles: who answers a call, its record, and failures of the other server."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -227,6 +228,21 @@ async def test_a_server_that_fails_is_infrastructure(make_bench: MakeBench) -> N
         assert (status, reply["error"]["code"]) == (502, "upstream_error")
         assert "roles.judge.served_by" in reply["error"]["message"]
         assert bench.gateway.close_rollout("r2").unanswered == ("upstream_error",)
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "setting"), [(0.1, "rollout.call_timeout_s"), (None, "roles.judge.timeout_s")]
+)
+async def test_a_server_that_is_late_names_the_limit_to_raise(
+    make_bench: MakeBench, limit_s: float | None, setting: str
+) -> None:
+    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1")
+    url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
+    async with silent, make_bench(roles=_far(url, timeout_s=0.2)) as bench:
+        base = bench.rollout(call_timeout_s=limit_s).base_url
+        status, reply, _ = await bench.post(BODY | {"model": "far"}, base=base)
+        assert (status, reply["error"]["code"]) == (502, "upstream_error")
+        assert setting in reply["error"]["message"]
 
 
 async def test_an_answer_that_breaks_off_breaks_off(

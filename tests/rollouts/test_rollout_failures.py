@@ -10,8 +10,9 @@ import pytest
 from coded import raises_coded
 from log_events import records
 
-from lightning_jax.rollouts.failures import BrokenAgent, Failure, FailureWatch
+from lightning_jax.rollouts.failures import BrokenAgent, Failure, FailureWatch, failures
 from lightning_jax.traces import attributes
+from lightning_jax.traces.listing import Filter, StoreListing
 from lightning_jax.traces.store import Store
 from lightning_jax.types import Rollout, RolloutStatus, Span
 
@@ -93,8 +94,53 @@ def test_an_agent_that_mostly_fails_for_one_reason_ends_the_run_at_the_second_st
         [step(3), step(2), step(3), step(3, "ValueError"), step(3, "KeyError")]
     ):
         watch.observe(rollouts, f"train {number}")  # never twice in a row for one reason
-    with raises_coded(BrokenAgent, "too_many_failures", "r0"):
-        watch.observe(step(3), "train 5")
+    with raises_coded(BrokenAgent, "too_many_failures", "r0") as caught:
+        watch.observe(step(3), "eval 5")
+    assert "eval 5" in str(caught.value) and "train 4" in str(caught.value)
     tolerant = FailureWatch(store, max_share=1.0)
     for number in range(3):
         tolerant.observe(step(3), f"train {number}")
+
+
+def test_a_failed_run_lists_its_rollouts_until_it_resumes(store: Store) -> None:
+    for number in range(2):
+        made = rollout(number, "queued")
+        store.add_rollout(made)
+        store.set_status(made.rollout_id, "running")
+        store.set_status(made.rollout_id, "agent_failure", reason="KeyError")
+    store.set_step_groups(0, ["g"])
+    with raises_coded(BrokenAgent, "all_failed", "r0"):
+        FailureWatch(store).observe(store.rollouts(), "train 0")
+    with closing(StoreListing(store.path)) as listing:
+        assert listing.counts() == {"agent_failure": 2}
+        assert listing.number(Filter(phase="eval")) == 2
+        assert [row[:3] for row in listing.failures()] == [("agent_failure", "KeyError", 2)]
+        store.supersede_marked()
+        assert listing.counts() == {} and listing.failures() == []
+    assert all(found.superseded for found in store.rollouts()) and store.step_groups(0) == []
+
+
+def test_a_failure_counts_replies_that_the_token_limit_cut(store: Store) -> None:
+    for number, late in ((0, None), (1, True), (2, None)):
+        reason = "length" if number < 2 else "stop"
+        values = {attributes.RESPONSE_FINISH_REASONS: (reason,), attributes.LATE: late}
+        values = {name: value for name, value in values.items() if value is not None}
+        store.add_span(
+            f"r{number}",
+            Span("t", "1", None, "chat", 0, 1, {attributes.POLICY: "policy"} | values),
+        )
+    failed = [rollout(number, "agent_failure", "Cut") for number in range(3)]
+    watch = FailureWatch(store, max_share=0.5)
+    watch.observe(failed, "train 0")
+    with raises_coded(BrokenAgent, "too_many_failures", "r0") as caught:
+        watch.observe(failed, "train 1")
+    assert "rollout.max_tokens" in str(caught.value) and "1 of the 3" in str(caught.value)
+
+
+@pytest.mark.parametrize("folder", ["a", "long " * 60])
+def test_a_long_detail_keeps_its_place(folder: str) -> None:
+    place = f"(at /{folder}/agent.py:12 in run)"
+    (found,) = failures([rollout(0, "agent_failure", "E", "word\n" * 99 + f"done {place}")])
+    assert found.detail.startswith("word word") and found.detail.endswith(f" ... {place}")
+    (plain,) = failures([rollout(0, "agent_failure", "E", "word " * 99)])
+    assert plain.detail.endswith(" ...") and len(plain.detail) <= 240

@@ -93,7 +93,8 @@ async def test_run_says_whether_it_learns(
     add_rows(records.make_run(tmp_path), {"step": 3, **row, **counts, "rollout/reward_mean": 0.4})
     async with live(tmp_path) as page:
         found = await page.get("")
-    assert found["learning"]["sign"] == sign
+    assert [verdict["sign"] for verdict in found["learning"]] == [sign]
+    assert found["warmup_steps"] == 0
     assert found["worst_group"]["group_id"] == "train-00003-000"
     assert found["worst_group"]["reward_mean"] == pytest.approx(1 / 3)
 
@@ -102,7 +103,33 @@ async def test_run_without_steps_does_not_say_that_it_learns(tmp_path: Path) -> 
     records.make_run(tmp_path)
     async with live(tmp_path) as page:
         found = await page.get("")
-    assert found["learning"]["sign"] == 0 and found["worst_group"] is None
+    assert [verdict["sign"] for verdict in found["learning"]] == [0]
+    assert found["worst_group"] is None
+
+
+async def test_a_run_says_what_its_warmup_and_the_steps_after_it_did(tmp_path: Path) -> None:
+    def evaluation(step: int, since: int, reward: float, change: float, better: int) -> dict:
+        return {
+            **{"step": step, "eval/reward_mean": reward, "eval/change_mean": change},
+            **{"eval/change_stderr": 0.05, "eval/change_since_step": since},
+            **{"eval/num_better": better, "eval/num_worse": 1},
+        }
+
+    add_rows(
+        records.make_run(tmp_path),
+        {"step": 0, "eval/reward_mean": 0.025, "warmup/loss": 2.0},
+        {"step": 9, "warmup/loss": 1.0},
+        evaluation(10, 0, 0.375, 0.35, 15),
+        evaluation(15, 10, 0.4, 0.025, 2),
+        evaluation(20, 10, 0.375, 0.0, 1),
+    )
+    async with live(tmp_path) as page:
+        found = await page.get("")
+    assert found["warmup_steps"] == 10
+    warmup, after = found["learning"]
+    assert (warmup["sign"], after["sign"]) == (1, 0)
+    assert "0.025 to 0.375" in warmup["text"] and "since step 0" in warmup["text"]
+    assert "0.375 to 0.375" in after["text"] and "since step 10" in after["text"]
 
 
 async def test_group_has_attempts_with_rewards_and_advantages(tmp_path: Path) -> None:
@@ -114,7 +141,9 @@ async def test_group_has_attempts_with_rewards_and_advantages(tmp_path: Path) ->
         failed = await page.get("/groups/train-00003-001")
     assert [row["group_id"] for row in worst["groups"]] == ["train-00003-000", "train-00003-001"]
     assert [attempt["reward"] for attempt in group["attempts"]] == [1.0, 0.0, 0.0]
-    assert all(text["response"].startswith("Paris") for text in texts.values())
+    shown = [[part["response"] for part in text["parts"]] for text in texts.values()]
+    assert [len(responses) for responses in shown] == [1, 1, 1]  # earlier ones are equal, too
+    assert all(response.startswith("Paris") for (response,) in shown)
     assert texts[FIRST]["advantages"] == pytest.approx([2**0.5] * 2, rel=1e-3)
     assert failed["task"] == [["question", "Which river?"], ["answer", '["Loire"]']]
 
@@ -167,6 +196,7 @@ async def test_server_of_a_training_reports_slots_queue_and_rate(tmp_path: Path)
     ids = [f"train-00003-000-0{index}-1" for index in (6, 5)]
     open_now = tuple(RolloutActivity(name, 10**18, 2, 70) for name in (*ids, "not in the store"))
     stats = {"serve/running": 3.0, "serve/queue_depth": 2.0, "serve/tokens_generated": 100.0}
+    stats["serve/compiling"] = 1.0
     async with live(tmp_path, activity=lambda: Activity(4, stats, open_now)) as page:
         now = 0.0
         page.server._throughput = Throughput(lambda: now)
@@ -178,7 +208,7 @@ async def test_server_of_a_training_reports_slots_queue_and_rate(tmp_path: Path)
     assert first["server"]["tokens_per_s"] is None
     assert second["server"] == {
         **{"slots": 4, "slots_used": 3.0, "queue": 2.0, "open_requests": None},
-        **{"tokens_per_s": 20.0, "window_s": 2.0},
+        **{"tokens_per_s": 20.0, "window_s": 2.0, "compiling": 1.0},
     }
     assert [rollout["rollout_id"] for rollout in second["running"]] == ids
     assert (second["running"][0]["calls"], second["running"][0]["tokens"]) == (2, 70)

@@ -149,6 +149,23 @@ def test_rollouts_of_other_settings_stay_on_record(store: Store) -> None:
     assert found == [("r0", False), ("r1", True), ("r2", True), ("new", False)]
 
 
+def test_rollouts_to_repeat_count_until_they_are_superseded(store: Store) -> None:
+    for step in range(3):
+        store.add_rollout(replace(QUEUED, rollout_id=f"r{step}", step=step))
+        store.set_step_groups(step, [f"g{step}"])
+    store.supersede_marked()
+    store.supersede(2)
+    store.mark_for_repeat(1)
+    assert [r.superseded for r in store.rollouts()] == [False, False, True]
+    assert store.step_groups(1) == ["g1"]
+    store.supersede_marked()
+    assert [r.superseded for r in store.rollouts()] == [False, True, True]
+    assert store.step_groups(0) == ["g0"] and store.step_groups(1) == []
+    store.add_rollout(replace(QUEUED, rollout_id="new", step=1, attempt=2))
+    store.supersede_marked()
+    assert not store.rollout("new").superseded
+
+
 def test_groups_of_a_step_are_recorded_until_settings_change(store: Store) -> None:
     for index in range(2):
         store.add_rollout(Rollout(f"r{index}", "t", f"g{index}", "train", index, 0, 1, "queued"))

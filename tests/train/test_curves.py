@@ -13,6 +13,7 @@ from lightning_jax.train.curves import (
     panels_of,
     plot_curves,
     smoothed,
+    warmup_steps,
 )
 from lightning_jax.train.metric_descriptions import describe
 
@@ -82,3 +83,9 @@ def test_a_smoothed_curve_is_the_mean_of_neighbors() -> None:
     assert smoothed([0.0, 3.0, 0.0, 3.0, 6.0]) == pytest.approx([1.5, 1.0, 2.0, 3.0, 4.5])
     assert smoothed([2.0]) == [2.0]
     assert smoothed([float(i) for i in range(40)])[20] == pytest.approx(20.0)
+
+
+def test_the_warmup_ends_after_its_last_row() -> None:
+    rows = [{"step": 0, "eval/reward_mean": 0.1, "warmup/loss": 1.0}, {"step": 4, "warmup/loss": 1}]
+    assert warmup_steps([]) == warmup_steps([{"step": 3, "rollout/reward_mean": 0.1}]) == 0
+    assert warmup_steps([*rows, {"step": 5, "rollout/reward_mean": 0.1}]) == 5

@@ -8,7 +8,7 @@ import pytest
 from tqdm import tqdm
 
 from lightning_jax.train import progress as progress_module
-from lightning_jax.train.progress import Progress, show_progress
+from lightning_jax.train.progress import Progress, Work, count_work, show_progress
 
 
 def numbers(line: str) -> list[int]:
@@ -17,7 +17,7 @@ def numbers(line: str) -> list[int]:
 
 def test_rollouts_and_tokens_of_the_phase_are_counted() -> None:
     num_tokens = 100.0
-    progress = Progress(lambda: (num_tokens, 0.0))
+    progress = Progress(lambda: Work(num_tokens))
     progress.begin("train 3", 5)
     for _ in range(2):
         progress.advance("train 3")
@@ -33,12 +33,21 @@ def test_rollouts_and_tokens_of_the_phase_are_counted() -> None:
 
 def test_prompts_count_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading long prompts takes a minute on a CPU, in which nothing is sampled."""
-    now, counts = [0.0], [(100.0, 50.0)]
+    now, counts = [0.0], [Work(100.0, 50.0)]
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
     progress = Progress(lambda: counts[0])
     progress.begin("eval 0", 4)
-    now[0], counts[0] = 10.0, (120.0, 3050.0)
+    now[0], counts[0] = 10.0, Work(120.0, 3050.0)
     assert numbers(progress.line()) == [0, 0, 4, 2, 300, 10]
+
+
+def test_a_compilation_is_shown_while_nothing_is_sampled() -> None:
+    stats = {"serve/tokens_generated": 0.0, "serve/compiling": 2.0}
+    progress = Progress(lambda: count_work(stats))
+    progress.begin("eval 0", 4)
+    assert numbers(progress.line()) == [0, 0, 4, 0, 0, 2, 0]
+    stats["serve/compiling"] = 0.0
+    assert numbers(progress.line()) == [0, 0, 4, 0, 0, 0]
 
 
 async def test_without_a_terminal_the_line_is_logged_at_times(
@@ -46,7 +55,7 @@ async def test_without_a_terminal_the_line_is_logged_at_times(
 ) -> None:
     caplog.set_level(logging.INFO, "lightning_jax")
     monkeypatch.setattr(progress_module, "LOG_EVERY_S", 0.01)
-    progress = Progress(lambda: (0.0, 0.0))
+    progress = Progress(Work)
     async with show_progress(progress, tqdm(disable=True)):
         while len(caplog.records) < 3:
             await asyncio.sleep(0.01)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rollouts.agents import AgentFunction
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.failures import BrokenAgent
+from lightning_jax.traces.listing import Filter, StoreListing
 from lightning_jax.traces.store import Store
 from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.config import Config, EvalConfig
@@ -51,6 +53,12 @@ def _steps(config: Config) -> tuple[list[int], int]:
     run = Path(config.run_dir)
     with contextlib.closing(Checkpointer(run / "checkpoints", config.checkpoint)) as checkpoints:
         return checkpoints.steps, len(read_metrics(run / "metrics.jsonl"))
+
+
+def _statuses(config: Config) -> list[str]:
+    """Return the statuses of the rollouts of step 1 that are listed."""
+    with contextlib.closing(StoreListing(Path(config.run_dir) / "store.sqlite")) as listing:
+        return [r.status for r in listing.rollouts(Filter(phase="train", step=1), limit=99)]
 
 
 def test_a_stop_keeps_finished_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,3 +104,7 @@ def test_a_broken_agent_keeps_finished_steps(tmp_path: Path) -> None:
     with pytest.raises(BrokenAgent):
         asyncio.run(train(config, TASKS, TASKS, agent=breaks))
     assert _steps(config) == ([1], 1)
+    assert _statuses(config) == ["agent_failure"] * 4
+    is_broken.clear()
+    asyncio.run(train(replace(config, num_steps=2), TASKS, TASKS, agent=breaks))
+    assert _statuses(config) == ["scored"] * 4

@@ -164,7 +164,7 @@ def test_a_toy_task_is_learned_in_eight_steps(
 ) -> None:
     sinks: list[ListSink] = []
     monkeypatch.setitem(SINKS, "wandb", lambda run: sinks.append(ListSink(run)) or sinks[-1])
-    monkeypatch.setattr("lightning_jax.train.sinks.registry.find_spec", Mock())
+    monkeypatch.setattr("lightning_jax.train.sinks.registry.is_installed", Mock())
     optimizer, kept = OptimizerConfig(learning_rate=5e-2), MetricsConfig(sinks=["wandb"])
     config = _config(model_dir, tmp_path / "run", num_steps=8, optimizer=optimizer, metrics=kept)
     rows = asyncio.run(train(config, TASKS, TASKS))

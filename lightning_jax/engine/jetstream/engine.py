@@ -6,7 +6,6 @@ JetStream was archived at 0.2.2 and is installed without its dependencies. `_imp
 works around both.
 """
 
-import importlib.util
 import logging
 import sys
 import warnings
@@ -29,6 +28,7 @@ from lightning_jax.engine.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.attention.kv_cache import KVCache
 from lightning_jax.settings import ConfigError
+from lightning_jax.system.packages import is_installed
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def _importing_jetstream() -> Iterator[None]:
     """
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
-    stand_ins = {} if importlib.util.find_spec("seqio") else _seqio_stand_in()
+    stand_ins = {} if is_installed("seqio") else _seqio_stand_in()
     sys.modules.update(stand_ins)
     try:
         with warnings.catch_warnings():

@@ -35,8 +35,8 @@ def local_path(name: str) -> Path | None:
         return None
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(
-            f"model {name!r} does not exist; set model.name to a Hugging Face directory or hub "
-            f"id, a .gguf file, or {SMOLLM2!r}",
+            f"model {name!r} does not exist; expected a Hugging Face directory or hub id, a .gguf "
+            f"file, or {SMOLLM2!r}",
             reason="not_found",
             key=name,
         )

@@ -57,7 +57,7 @@ def _download(hub_id: str, fix: str = "check the name and the network") -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"model {hub_id!r} is not a local directory and cannot be downloaded from the hub "
-            f"({reason}); {fix}, or set model.name to a local copy",
+            f"({reason}); {fix}, or name a local copy",
             reason="unreachable",
             key=hub_id,
         ) from error

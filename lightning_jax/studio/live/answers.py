@@ -12,12 +12,14 @@ from lightning_jax.studio.compare_runs import settings_table
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
 from lightning_jax.studio.live.overview import find_worst_group, learning, task_names
 from lightning_jax.studio.page import MAX_ATTRIBUTE_CHARS, MAX_CHARS, MAX_SPANS, MAX_TOKENS
+from lightning_jax.studio.parts import earning_calls
 from lightning_jax.studio.records import CallView, RolloutView, SpanView
 from lightning_jax.studio.runs import RunSummary, rewards_of
 from lightning_jax.studio.search import search_transcripts
 from lightning_jax.studio.terminal import facts
 from lightning_jax.studio.text import cut, printable
 from lightning_jax.traces.listing import Filter, Order, StoreListing
+from lightning_jax.train.curves import warmup_steps
 from lightning_jax.types import PHASES, Rollout
 
 Json = dict[str, Any]
@@ -81,6 +83,7 @@ def run_answer(run: WatchedRun) -> Json:
         ]
     return run_line(run, summary) | {
         "learning": learning(summary),
+        "warmup_steps": warmup_steps(summary.rows),
         "worst_group": worst_group,
         "metrics": sorted({name for row in summary.rows for name in row} - {"step"}),
         "train_steps": steps["train"],
@@ -237,20 +240,33 @@ def group_answer(run: WatchedRun, group_id: str) -> Json:
 
 
 def group_texts_answer(run: WatchedRun, group_id: str) -> Json:
-    """Return the last response and the advantages of each attempt of a group."""
+    """Return the responses that tell a group's attempts apart, and the advantages of each."""
     with run.listing() as listing:
         attempts = listing.rollouts(Filter(group_id=group_id), limit=MAX_ATTEMPTS)
-    found = {}
+    views = {}
     for attempt in attempts:
         with run.reader() as reader:
-            view = reader.rollout(attempt.rollout_id)
+            views[attempt.rollout_id] = reader.rollout(attempt.rollout_id)
+    shown = earning_calls(views)
+    found = {}
+    for rollout_id, view in views.items():
         credits = [call.credit for call in view.calls if call.credit is not None]
-        found[attempt.rollout_id] = {
-            "response": cut(view.calls[-1].response, MAX_ANSWER_CHARS) if view.calls else "",
+        found[rollout_id] = {
+            "parts": [_part(call) for call in shown[rollout_id]],
+            "num_calls": len(view.calls),
             "advantages": [credit.advantage for credit in credits],
             "notes": list(view.notes),
         }
     return {"attempts": found}
+
+
+def _part(call: CallView) -> Json:
+    return {
+        "number": call.number,
+        "who": _name(call.role or call.agent or call.answered_by),
+        "reward": call.reward,
+        "response": cut(call.response, MAX_ANSWER_CHARS),
+    }
 
 
 def _short(rollout: Rollout) -> Json:

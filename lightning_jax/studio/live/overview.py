@@ -9,27 +9,46 @@ from lightning_jax.studio.build import task_name
 from lightning_jax.studio.evaluation import SIGNIFICANT
 from lightning_jax.studio.runs import RunSummary
 from lightning_jax.traces.listing import Filter, StoreListing
+from lightning_jax.train.curves import warmup_steps
+from lightning_jax.train.metrics import Row
 from lightning_jax.types import Rollout
 
 Json = dict[str, Any]
 
 
-def learning(summary: RunSummary) -> Json:
-    """Return whether the rewards rise, as a sentence and as 1, -1 or 0 for not clear."""
+def learning(summary: RunSummary) -> list[Json]:
+    """Return whether the rewards rise, as sentences with 1, -1 or 0 for not clear.
+
+    The warm-up and the steps after it have a sentence each, since a change after the warm-up is
+    measured from its end.
+    """
     rows = [row for row in summary.evaluations if "eval/change_mean" in row]
     if rows:
-        row = rows[-1]
-        better, worse = int(row["eval/num_better"]), int(row["eval/num_worse"])
-        p = sign_test(better, worse)
-        sign = 0 if p >= SIGNIFICANT else 1 if better > worse else -1
-        state = ("no clear change", "learning", "getting worse")[sign]
-        return {
-            "sign": sign,
-            "text": f"{state}: reward {row['eval/change_mean']:+.3f} ± "
-            f"{row['eval/change_stderr']:.3f} on the dev tasks since step "
-            f"{row['eval/change_since_step']:.0f}, {better} better, {worse} worse "
-            f"(sign test, p = {p:.2g})",
-        }
+        by_start = {row["eval/change_since_step"]: row for row in rows}  # the last one of each
+        end = warmup_steps(summary.rows)
+        names = {start: f"warm-up, steps 0 to {end - 1}: " for start in by_start if start < end}
+        return [_change(row, names.get(start, "")) for start, row in sorted(by_start.items())]
+    return [_of_training(summary)]
+
+
+def _change(row: Row, name: str) -> Json:
+    """Return what an evaluation says about the steps since an earlier one."""
+    better, worse = int(row["eval/num_better"]), int(row["eval/num_worse"])
+    p = sign_test(better, worse)
+    sign = 0 if p >= SIGNIFICANT else 1 if better > worse else -1
+    state = ("no clear change", "learning", "getting worse")[sign]
+    change, last = row["eval/change_mean"], row["eval/reward_mean"]
+    return {
+        "sign": sign,
+        "text": f"{name}{state}: reward {last - change:.3f} to {last:.3f} ({change:+.3f} ± "
+        f"{row['eval/change_stderr']:.3f}) on the dev tasks since step "
+        f"{row['eval/change_since_step']:.0f}, {better} better, {worse} worse "
+        f"(sign test, p = {p:.2g})",
+    }
+
+
+def _of_training(summary: RunSummary) -> Json:
+    """Return what the training rollouts say, before there are two evaluations."""
     rewards = [row["rollout/reward_mean"] for row in summary.rows if "rollout/reward_mean" in row]
     if len(rewards) < 2:
         return {"sign": 0, "text": "not known yet whether it learns: too few steps have ended"}

@@ -39,6 +39,7 @@ class Throughput:
             "slots": activity.num_slots or None,
             "slots_used": stats.get("serve/running"),
             "queue": stats.get("serve/queue_depth"),
+            "compiling": stats.get("serve/compiling"),
             "open_requests": stats.get("serve/open"),
             "tokens_per_s": rate,
             "window_s": seconds,

@@ -4,9 +4,9 @@ To add one, write a class like those beside this file, and add its name here and
 """
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 from lightning_jax.settings import ConfigError
+from lightning_jax.system.packages import is_installed
 from lightning_jax.train.sinks.base import RunIdentity, Sink
 from lightning_jax.train.sinks.mlflow_sink import MlflowSink
 from lightning_jax.train.sinks.tensorboard_sink import TensorBoardSink
@@ -25,7 +25,7 @@ SINKS: dict[str, Callable[[RunIdentity], Sink]] = {
 def check_sinks(names: Sequence[str]) -> None:
     """Raise ConfigError for the first sink whose package is not installed. Imports none."""
     for name in names:
-        if name in SINKS and find_spec(name) is None:
+        if name in SINKS and not is_installed(name):
             raise ConfigError(
                 f"metrics.sinks names {name}, which is not installed; run `pip install {name}`, or "
                 f"remove {name} from metrics.sinks.",

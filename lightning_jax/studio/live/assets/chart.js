@@ -15,12 +15,29 @@ const WHOLE = [1, 2, 5].flatMap((digit) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map(
 const range = (plot, least, most) => (least === most ? [least - 0.5, most + 0.5]
   : uPlot.rangeNum(least ?? 0, most ?? 1, 0.1, true));
 
+/** Return the width of the y axis: its longest label, the tick and a gap. */
+const widthOf = (plot, labels) => Math.max(56, 18 + 7 * Math.max(0,
+  ...(labels ?? []).map((label) => label.length)));
+
+/** Return a hook that shades a chart from its left edge to x. */
+const shadeTo = (x) => (plot) => {
+  const { left, top, width, height } = plot.bbox;
+  const right = Math.min(plot.valToPos(x, "x", true), left + width);
+  if (right <= left) return;
+  plot.ctx.save();
+  plot.ctx.fillStyle = color("--soft");
+  plot.ctx.fillRect(left, top, right - left, height);
+  plot.ctx.restore();
+};
+
 /**
  * Return a chart of curves `{label, points: [[x, y], ...], color}`. It has the width of its parent,
- * also after that changes. All charts of one `sync` show the same cursor.
+ * also after that changes. All charts of one `sync` show the same cursor. The part up to `warmup` is
+ * shaded.
  */
-export function chart(title, axis, curves, { sync = null, height = 190 } = {}) {
-  const box = element("figure", { class: "chart" }, element("figcaption", {}, title));
+export function chart(title, axis, curves, { sync = null, height = 190, warmup = null } = {}) {
+  const box = element("figure", { class: "chart" }, element("figcaption", {}, title,
+    warmup !== null && element("span", { class: "dim" }, " (shaded: warm-up)")));
   const xs = [...new Set(curves.flatMap((curve) => curve.points.map(([x]) => x)))];
   xs.sort((a, b) => a - b);
   const columns = curves.map((curve) => {
@@ -38,9 +55,10 @@ export function chart(title, axis, curves, { sync = null, height = 190 } = {}) {
     scales: { x: { time: false, ...(xs.length === 1 ? { range: [first - 1, first + 1] } : {}) },
       y: { range } },
     axes: [{ ...line, label: axis, labelSize: 18, size: 34,
-      ...(axis === "steps" ? { incrs: WHOLE } : {}) }, { ...line, size: 56, values: ticks }],
+      ...(axis === "steps" ? { incrs: WHOLE } : {}) }, { ...line, size: widthOf, values: ticks }],
     cursor: sync ? { sync: { key: sync } } : {},
     legend: { live: true, show: true },
+    hooks: { drawClear: warmup === null ? [] : [shadeTo(warmup)] },
     series: [{ label: axis, value: format }, ...curves.map((curve) => ({
       label: curve.label,
       stroke: curve.color,

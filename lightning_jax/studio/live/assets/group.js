@@ -1,4 +1,4 @@
-// One group: all attempts at a task beside one another, with rewards, advantages and last responses.
+// One group: all attempts at a task beside one another, with rewards, advantages and responses.
 
 import { element, fill, number, place, seconds, shade, status, words } from "./dom.js";
 
@@ -25,7 +25,7 @@ export async function drawGroup(view, context) {
       if (!box) continue;
       box.className = "texts";
       fill(box, element("p", {}, "advantage ", advantages(attempt.advantages)),
-        element("pre", {}, attempt.response || "no response"));
+        parts(attempt));
       attempt.notes.forEach((note) => found.add(note));
     }
     fill(notes, [...found].map((note) => element("p", { class: "dim" }, note)));
@@ -58,6 +58,15 @@ export function numbers(title, found) {
   if (!names.length) return null;
   return element("p", {}, element("span", { class: "dim" }, `${title} `),
     names.map(([name, value]) => element("span", { class: "pair" }, `${name} ${number(value)}`)));
+}
+
+/** Return the responses of an attempt that tell it from the others, each with who wrote it. */
+function parts({ parts: found, num_calls: count }) {
+  if (!found.length) return element("pre", {}, "no response");
+  return found.map((part) => [
+    count > 1 && element("p", { class: "dim" }, `call ${part.number} of ${count}`,
+      part.who && `, ${part.who}`, part.reward !== 0 && `, own reward ${number(part.reward)}`),
+    element("pre", {}, part.response || "no response")]);
 }
 
 function advantages(values) {

@@ -75,7 +75,9 @@ export async function drawRun(view, context) {
     const options = ["steps", "samples", "minutes"].map((name) => [name, name]);
     const curve = (name, index = 0) => ({ label: name, color: COLORS[index % COLORS.length],
       points: points(answer, kept.axis, name) });
-    const draw = (title, ...found) => chart(title, kept.axis, found, { sync: "run" });
+    const start = answer.steps.findIndex((step) => step >= run.warmup_steps);
+    const warmup = run.warmup_steps ? answer[kept.axis].at(start) : null; // at(-1): all of it
+    const draw = (title, ...found) => chart(title, kept.axis, found, { sync: "run", warmup });
     const drawn = wanted.map(([title, name]) => [CHARTS.findIndex(([found]) => found === title),
       draw(title, curve(name))]);
     const large = drawn.filter(([index]) => index < NUM_LARGE).map(([, box]) => box);
@@ -135,8 +137,8 @@ function summary(run) {
   return [
     element("h1", {}, run.name, " ", status(run.status)),
     run.why && element("p", { class: "error" }, run.why),
-    element("p", { class: `verdict ${run.learning.sign > 0 ? "plus" : run.learning.sign < 0
-      ? "minus" : ""}` }, run.learning.text),
+    run.learning.map(({ sign, text }) => element("p", {
+      class: `verdict ${sign > 0 ? "plus" : sign < 0 ? "minus" : ""}` }, text)),
     element("div", { class: "facts" },
       fact(run.total_steps === null ? run.steps : `${run.steps} of ${run.total_steps}`, "steps"),
       fact(number(run.first) || "-", `first ${what}`), fact(number(run.best) || "-", "best"),
@@ -182,7 +184,7 @@ function running(key, now) {
 
 function serverFacts(now) {
   const { slots, slots_used: used, queue, open_requests: open, tokens_per_s: rate,
-    window_s: window } = now.server;
+    window_s: window, compiling } = now.server;
   const fact = (value, name) => element("div", { class: "fact" },
     element("strong", {}, value), element("span", {}, name));
   return element("div", { class: "facts" },
@@ -192,6 +194,7 @@ function serverFacts(now) {
     open !== null && fact(open, "calls open"),
     fact(rate === null ? "..." : number(rate), rate === null ? "tokens/s, being measured"
       : `tokens/s in the last ${Math.round(window)} s`),
+    compiling > 0 && fact(compiling, "programs being compiled"),
     fact(now.num_running, "rollouts running"));
 }
 
