@@ -172,9 +172,14 @@ def test_a_bad_component_fails_its_rollout_alone(store: Store, returned: Any, st
     assert store.rollout(bad.rollout_id) == bad
 
 
-def test_a_held_out_component_that_fails_costs_nothing_but_itself(store: Store) -> None:
-    def broken(task: Task, attempt: Attempt) -> float:
-        raise ValueError("no")
+@pytest.mark.parametrize("returned", [ValueError("no"), None, float("nan"), "ok", 1e7])
+def test_a_held_out_component_that_fails_costs_nothing_but_itself(
+    store: Store, returned: Any
+) -> None:
+    def broken(task: Task, attempt: Attempt) -> Any:
+        if isinstance(returned, ValueError):
+            raise returned
+        return returned
 
     rewards = {"agent": RewardConfig(), "audit": RewardConfig(weight=0.0, function=broken)}
     scorer = _scorer(store, rewards)
