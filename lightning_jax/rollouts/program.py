@@ -25,6 +25,7 @@ from lightning_jax.rollouts.config import MAX_VARIABLE, AgentConfig, require_age
 from lightning_jax.rollouts.process import Ended, Limits, run_program
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit
+from lightning_jax.system.proxies import with_direct_host
 from lightning_jax.traces.context import trace_headers
 from lightning_jax.types import LLM, Task
 
@@ -181,14 +182,15 @@ def _starter(words: tuple[str, ...], config: AgentConfig) -> Callable[..., Await
         memory_bytes=int((config.memory_mib or 0) * 2**20),
         num_files=original_limit(),
     )
-    outer = inherited(config.env)
+    outer, directory = inherited(config.env), os.getcwd()  # an agent's function may change it
 
     async def start(task: Task, llm: LLM, *keep_open: int) -> Ended:
-        environment = {**outer, **program_environment(task, llm, config.options)}
+        variables = program_environment(task, llm, config.options)
+        environment = with_direct_host({**outer, **variables}, llm.base_url)
         line = (*words, *map(str, keep_open))
         try:
             return await run_program(
-                line, environment, json.dumps(task).encode(), keep_open, limits
+                line, environment, json.dumps(task).encode(), keep_open, limits, directory
             )
         except OSError as error:  # such as no memory or descriptors; the file existed before
             raise NotStarted(f"{words[0]} could not be started: {error}") from error

@@ -36,6 +36,7 @@ from lightning_jax.rollouts.program import (
     last_words,
     program_environment,
 )
+from lightning_jax.system.proxies import with_direct_host
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ async def run(
     with open_box(kind, setup.workdir, visible, [task["root"]], setup.variables) as box:
         place_files(folder, setup, box)
         known = start.known(_located(task["instruction"], box))
-        variables = {**outer, **program_environment(known, llm)}
+        variables = with_direct_host({**outer, **program_environment(known, llm)}, llm.base_url)
         ended = await run_boxed(
             box, _filled(words, known), variables, json.dumps(known).encode(), agent_limits
         )
@@ -116,6 +117,7 @@ async def _run_in_docker(
     """Run the agent and the tests in a container of the task's image."""
     known = start.known(start.task["instruction"])
     variables = program_environment(known, start.llm) | _chosen(start.env)
+    variables = with_direct_host(variables, start.llm.base_url)
     words = _filled(_words(start.command), known)
     stdin = json.dumps(known).encode()
     async with open_container(folder, settings, agent_limits) as container:
