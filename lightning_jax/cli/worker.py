@@ -58,7 +58,7 @@ def run_worker(arguments: argparse.Namespace) -> int:
     go_direct(arguments.server)  # before the agent makes its clients
     agent = make_agent(config.agent)
     concurrency = arguments.concurrency or config.rollout.concurrency
-    server = Server(arguments.server, key)
+    server = Server(arguments.server.rstrip("/").removesuffix("/v1"), key)
 
     async def until_stopped() -> None:
         with cancel_at_stop():
