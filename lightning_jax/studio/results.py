@@ -17,7 +17,7 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import from_gateway, is_gateway_call
 from lightning_jax.train.directory import STORE
-from lightning_jax.train.task_files import read_records
+from lightning_jax.train.record_files import read_records
 from lightning_jax.types import FINISHED, Rollout
 
 

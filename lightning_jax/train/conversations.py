@@ -23,7 +23,7 @@ from lightning_jax.gateway.fields import (
 )
 from lightning_jax.gateway.messages import normalize_messages
 from lightning_jax.rollouts.outcome import outcome_of_error
-from lightning_jax.train.task_files import DatasetError
+from lightning_jax.train.record_files import DatasetError
 from lightning_jax.types import LLM, Message, Task
 
 F = TypeVar("F", bound=Fields)

@@ -59,7 +59,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         fact = f"is not UTF-8 (it has the byte 0x{error.object[error.start]:02x})"
         raise _unusable(path, fact, "save it as UTF-8", "wrong_encoding") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _unusable(path, f"is damaged ({error})", "download it again", "damaged") from error
+        raise _unusable(path, f"is damaged ({error})", "download it again", "unreadable") from error
     except OSError as error:
         fact = f"is not readable ({error.strerror or error})"
         raise _unusable(path, fact, "pass a file that you may read", "unreadable") from error
@@ -80,6 +80,8 @@ def _values(raw: io.BufferedReader, path: Path) -> Iterator[tuple[str, Any]]:
     head = file.peek(1)
     _check_kind(head, path)
     begin = head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
+    if path.suffix.lower() == ".gz" and file is raw and begin not in (b"", b"[", b"{"):
+        raise _unusable(path, "is not compressed with gzip", "download it again", "unreadable")
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
     suffix = suffixes[-1] if suffixes else ""
     if suffix not in (*LINES, LIST) and begin not in (b"[", b"{"):
@@ -125,6 +127,9 @@ def _items(text: str, path: Path, *, is_lines: bool) -> Iterator[tuple[str, Any]
             yield from _lines(io.StringIO(text), path)
             return
         raise _unusable(path, f"is not JSON ({error})", "correct it", "malformed") from error
+    if is_lines and not (isinstance(items, list) and all(isinstance(i, dict) for i in items)):
+        yield from _lines(io.StringIO(text), path)
+        return
     if not isinstance(items, list):
         fact = f"holds a {type(items).__name__}"
         raise _unusable(path, fact, "expected a list of records, or JSON lines", "wrong_type")

@@ -14,7 +14,7 @@ from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.train.conversations import call_demonstrations
 from lightning_jax.train.demonstrations import demonstration_sequences, end_of_turn
-from lightning_jax.train.task_files import DatasetError
+from lightning_jax.train.record_files import DatasetError
 from lightning_jax.types import Task
 
 

@@ -152,7 +152,9 @@ def test_the_content_says_how_a_file_is_read(
         ("a.json", INDENTED.encode("utf-16-be"), "wrong_encoding"),
         ("a.json", INDENTED.encode("utf-32"), "wrong_encoding"),
         ("a.jsonl", '{"q": "caf\xe9"}\n'.encode("latin-1"), "wrong_encoding"),
-        ("a.jsonl.gz", gzip.compress(LINES.encode() * 99)[:-20], "damaged"),
+        ("a.jsonl.gz", gzip.compress(LINES.encode() * 99)[:-20], "unreadable"),
+        ("a.jsonl.gz", b"x", "unreadable"),
+        ("a.jsonl", b"[1]\n", "wrong_type"),
         ("a.json", b'{"data": [{"q": 1}]}', "wrong_type"),
         ("a.json", b'[{"q": 1},\n {"q": 2]', "malformed"),
         ("a.jsonl", b'{"q": 1},\n{"q": 2},\n', "malformed"),
@@ -166,7 +168,7 @@ def test_another_kind_of_file_is_called_by_its_name(
     with raises_coded(DatasetError, reason) as caught:
         _load(path, "train")
     assert str(path) in str(caught.value)
-    assert ("download it again" in str(caught.value)) == (reason == "damaged")
+    assert ("download it again" in str(caught.value)) == (reason == "unreadable")
 
 
 def test_a_directory_is_no_file_of_tasks(tmp_path: Path) -> None:
