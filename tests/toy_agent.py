@@ -102,7 +102,12 @@ async def measured(task: dict, llm) -> dict[str, float]:
 
 
 async def not_finite(task: dict, llm) -> dict[str, float]:
-    return {"reward": 0.5, "f1": float("nan")}
+    return {"reward": float("nan"), "f1": 0.5}
+
+
+async def without_values(task: dict, llm) -> dict:
+    """Return a reward beside numbers that have no value and other things."""
+    return {"reward": 0.5, "f1": float("nan"), "em": None, "note": "well done", "searches": 2}
 
 
 async def without_reward(task: dict, llm) -> dict[str, float]:

@@ -17,7 +17,7 @@ from dataset_files import require_text, unpack, wrong_field
 from generated_sql import generated_root
 
 from lightning_jax.schema import Count
-from lightning_jax.train.task_files import DatasetError, Record, read_records
+from lightning_jax.train.record_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
 
 _PUBLISHED = {"train": ("train_spider.json", "train_others.json"), "dev": ("dev.json",)}

@@ -56,6 +56,8 @@ def evaluate(config: Config, source: PolicySource, evaluation: Evaluation) -> No
     """
     console, started = Console(highlight=False), time.monotonic()
     _check_save(evaluation.save)
+    label, source = source.label(config), source.with_fixed_path()
+    save = evaluation.save and evaluation.save.absolute()
     before = read_rewards(evaluation.compare) if evaluation.compare else None
     tasks = select_tasks(config, evaluation)
     how = "sampled as the agent asks" if source.server else "greedy"
@@ -63,7 +65,7 @@ def evaluate(config: Config, source: PolicySource, evaluation: Evaluation) -> No
         how = "sampled as in training"
     repeats = f" x {evaluation.repeats}" * (evaluation.repeats > 1)
     what = f"{len(tasks)}{repeats} tasks ({evaluation.tasks}), {how}"
-    console.print(f"{source.label(config)} on {what}", markup=False, soft_wrap=True)
+    console.print(f"{label} on {what}", markup=False, soft_wrap=True)
     with closing(TemporaryStore()) as store:
         rollouts = asyncio.run(_rollouts(config, source, store, tasks, evaluation))
         FailureWatch(store).observe(rollouts, "the evaluation")
@@ -71,8 +73,8 @@ def evaluate(config: Config, source: PolicySource, evaluation: Evaluation) -> No
         _print_results(console, config, store, tasks, rollouts, calls)
     results = task_results(rollouts, calls)
     console.print(f"{time.monotonic() - started:.0f} s")
-    if evaluation.save is not None:
-        write_results(evaluation.save, results)
+    if save is not None:
+        write_results(save, results)
         console.print(f"saved in {evaluation.save}", markup=False, soft_wrap=True)
     if before is not None:
         name, rewards = before

@@ -1,5 +1,6 @@
 """Shared parts of commands that begin a run from the stored rollouts of another one."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,4 +44,4 @@ def settings_of_offline_run(source: Path, suffix: str, settings: Sequence[str]) 
 def print_policy(console: Console, run_dir: str) -> None:
     """Say where the new run's policy is, and how to evaluate it."""
     console.print(f"policy: {run_dir}/policy", markup=False)
-    console.print(f"next: lightning-jax eval --run {run_dir}", markup=False)
+    console.print(f"next: lightning-jax eval --run {shlex.quote(run_dir)}", markup=False)

@@ -49,6 +49,7 @@ from lightning_jax.cli.worker import add_worker, run_worker
 from lightning_jax.errors import UserError
 from lightning_jax.schema import Positive
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
+from lightning_jax.system.process_state import kept_process
 from lightning_jax.types import PHASES
 
 TROUBLESHOOTING = "troubleshooting"  # topic of `help`
@@ -207,6 +208,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from lightning_jax.train.check import check_start
     from lightning_jax.train.config import Config
     from lightning_jax.train.data import load_tasks
+    from lightning_jax.train.directory import with_fixed_paths
 
     stop_on_sigterm()
     layers = settings_layers(arguments)
@@ -216,11 +218,15 @@ def _train(arguments: argparse.Namespace) -> int:
         from lightning_jax.cli.train_in_cluster import train_in_cluster
 
         return train_in_cluster(config, layers, has_page=arguments.studio)
-    tasks = load_tasks(config)
+    with kept_process():  # loaders and agents may change the directory
+        fixed = with_fixed_paths(config)
+        tasks = load_tasks(fixed)
 
-    from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
+        from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
 
-    return train_and_report(config, *tasks, has_page=arguments.studio)
+        return train_and_report(
+            fixed, *tasks, has_page=arguments.studio, shown=Path(config.run_dir)
+        )
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -83,12 +83,12 @@ def run_new(arguments: argparse.Namespace) -> int:
     for path in sorted(folder.iterdir()):
         print(path)
     found = shutil.which("lightning-jax")  # None if the command is not on PATH
-    command = "lightning-jax" if found else f"{sys.executable} -m lightning_jax"
+    command = "lightning-jax" if found else f"{shlex.quote(sys.executable)} -m lightning_jax"
     needed = NEEDED.get(template, ())
     missing = [name for name in needed if installed_version(name) is None]
     print(f"\ncd {shlex.quote(str(folder))}")
     if missing:
-        print(f"pip install {' '.join(missing)}   # not installed here; the agent imports them")
+        print(f"pip install {shlex.join(missing)}   # not installed here; the agent imports them")
     print(f"{command} try     # the agent once: calls, tokens, reward\n{command} train")
     return 0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -46,14 +47,17 @@ def train_and_report(
     dev_tasks: Sequence[Task],
     *,
     has_page: bool = False,
+    shown: Path | None = None,
 ) -> int:
     """Train to the end, resuming if the run has begun, and print the evaluations.
 
-    With `has_page` the run's server shows the live page.
+    With `has_page` the run's server shows the live page. `shown` is the run directory as the user
+    wrote it, by default that of the settings.
     Return the exit code: 1 if no step with rollouts changed the weights, else 0.
     """
-    directory = Path(config.run_dir)
-    print(f"run directory: {directory}", flush=True)
+    directory = Path(config.run_dir).absolute()
+    shown = shown or Path(config.run_dir)
+    print(f"run directory: {shown}", flush=True)
     try:
         rows = asyncio.run(_train(config, train_tasks, dev_tasks, page_of if has_page else None))
     except asyncio.CancelledError:
@@ -69,16 +73,16 @@ def train_and_report(
         print("\n" + learned)
     with closing(Store(directory / STORE)) as store:
         print("\n" + failure_table(store))
-    print("\n" + checkpoint_line(directory, config.checkpoint.keep))
-    policy = directory / "policy"
-    print(f"curves: {directory / 'curves.png'}   policy: {policy}")
-    print(f"next: lightning-jax view {directory}       # every rollout; `runs` lists all runs")
+    print("\n" + checkpoint_line(directory, config.checkpoint.keep, shown))
+    policy, run = shlex.quote(str(shown / "policy")), shlex.quote(str(shown))
+    print(f"curves: {shown / 'curves.png'}   policy: {shown / 'policy'}")
+    print(f"next: lightning-jax view {run}       # every rollout; `runs` lists all runs")
     if is_untrained(rows):
         print(f"error: {NOTHING_TRAINED}; {TROUBLESHOOTING}", file=sys.stderr)
         return 1
-    print(f"      lightning-jax compare {directory} RUN  # with another run, task by task")
+    print(f"      lightning-jax compare {run} RUN  # with another run, task by task")
     if not config.policies:
-        print(f"      lightning-jax eval --run {directory}   # on other tasks: --tasks FILE")
+        print(f"      lightning-jax eval --run {run}   # on other tasks: --tasks FILE")
         print(f"      lightning-jax serve --model {policy}")
     return 0
 

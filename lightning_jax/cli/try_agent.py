@@ -3,6 +3,7 @@
 import asyncio
 import difflib
 import json
+import shlex
 import statistics
 from collections.abc import Sequence
 from contextlib import closing
@@ -49,11 +50,13 @@ def try_agent(
     rollout = replace(config.rollout, max_attempts=1, max_infrastructure_failures=1.0)
     agent = replace(config.agent, workers=0, remote_workers=False)  # starts sooner
     config = replace(config, rollout=rollout, agent=agent)
+    label, source = source.label(config), source.with_fixed_path()
+    path = record and record.absolute()
     found = find_task(config, task)
     agent = " ".join(config.agent.command or [str(config.agent.function)])
     shown = cut(printable(json.dumps(found, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
-    _say(console, f"{agent} on task {printable(found['id'])} with {source.label(config)}: {shown}")
-    with closing(TemporaryStore() if record is None else Store(record)) as store:
+    _say(console, f"{agent} on task {printable(found['id'])} with {label}: {shown}")
+    with closing(TemporaryStore() if path is None else Store(path)) as store:
         phase = "eval" if is_greedy else "train"
         step = store.next_step(phase)
         rollouts, tokenizer = asyncio.run(
@@ -74,9 +77,10 @@ def try_agent(
         usage = usage_of(pairs, config, is_remote_policy=source.server is not None)
         for line in _summary(store, rollouts, is_greedy) + need_lines(usage, config):
             _say(console, line)
-    if record is not None:
-        save_config(config, recorded_settings(record))
-        _say(console, f"recorded; show it again with: lightning-jax view {record} ROLLOUT")
+    if path is not None:
+        save_config(config, recorded_settings(path))
+        quoted = shlex.quote(str(record))
+        _say(console, f"recorded; show it again with: lightning-jax view {quoted} ROLLOUT")
     return 0 if all(done.status == "scored" for done in rollouts) else 1
 
 

@@ -113,7 +113,7 @@ def _load(arguments: argparse.Namespace) -> "tuple[Config, PolicySource]":
     from lightning_jax.settings import ConfigError, load_config
     from lightning_jax.train.check import check_agent, check_model
     from lightning_jax.train.config import Config
-    from lightning_jax.train.directory import find_weights
+    from lightning_jax.train.directory import find_weights, with_fixed_paths
 
     stop_on_sigterm()
     run_dir, url, model = arguments.run_dir, arguments.url, arguments.model
@@ -132,6 +132,7 @@ def _load(arguments: argparse.Namespace) -> "tuple[Config, PolicySource]":
         find_weights(run_dir)  # before its settings are read, which may be missing as well
     config = load_config(Config, settings_layers(arguments, run_dir or Path()))
     check_agent(config)
+    config = with_fixed_paths(config)  # loaders and agents may change the directory
     if url is None and run_dir is None and model is None:
         check_model(config)
 

@@ -34,6 +34,7 @@ def run_worker(arguments: argparse.Namespace) -> int:
     from lightning_jax.rollouts.program import make_agent
     from lightning_jax.rollouts.worker import Server, work, worker_name
     from lightning_jax.settings import ConfigError, load_config
+    from lightning_jax.system.proxies import go_direct
     from lightning_jax.train.check import check_agent
     from lightning_jax.train.config import Config
 
@@ -54,9 +55,10 @@ def run_worker(arguments: argparse.Namespace) -> int:
     sections = ["agent", "rollout", "algorithm"]
     config = load_config(Config, settings_layers(arguments), only=sections)
     check_agent(config)
+    go_direct(arguments.server)  # before the agent makes its clients
     agent = make_agent(config.agent)
     concurrency = arguments.concurrency or config.rollout.concurrency
-    server = Server(arguments.server, key)
+    server = Server(arguments.server.rstrip("/").removesuffix("/v1"), key)
 
     async def until_stopped() -> None:
         with cancel_at_stop():

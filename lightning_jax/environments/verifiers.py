@@ -58,7 +58,7 @@ def load(
 
 async def run(
     task: Mapping[str, Any], llm: LLM, *, harness: str = "null", max_turns: int = 10
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Run a task with a harness of the package. Return the sum of its rewards, and its numbers.
 
     Raises ConnectionError if the policy could not be called.
@@ -83,9 +83,8 @@ async def run(
         error = trace.errors[-1]
         kind = ConnectionError if error.type in UNREACHABLE else Exception
         raise kind(f"{error.type}: {error.message}")
-    rewards = {name: float(reward.value) for name, reward in trace.rewards.items() if reward}
-    metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
-    return metrics | rewards | {"reward": float(trace.reward)}
+    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward}
+    return {**trace.metrics, **rewards, "reward": float(trace.reward)}
 
 
 @lru_cache(maxsize=16)

@@ -8,7 +8,6 @@ POST base_url + /end       an `EndFields` -> {"rollout_id", "status", "reward", 
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from aiohttp import web
-from pydantic import Field
 
 from lightning_jax.gateway.auth import Callers
 from lightning_jax.gateway.errors import ApiError, invalid
@@ -39,7 +38,7 @@ class EndFields(Fields):
     """End of a rollout: its reward, unless one was posted, or why there is none."""
 
     reward: FiniteNumber | None = None
-    metrics: dict[str, FiniteNumber] = Field(default_factory=dict)
+    metrics: dict[str, Any] | None = None  # what is no finite number is dropped and counted
     error: Name | None = None  # how the agent failed
     discard: bool = False  # True: nothing is learned from the rollout
 

@@ -1,6 +1,8 @@
 """HTTP parts of the server: bodies, keys, errors and addresses."""
 
 import asyncio
+import contextlib
+import errno
 import hmac
 import ipaddress
 import json
@@ -8,7 +10,7 @@ import logging
 import re
 import socket
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 # A client that finds the accept queue full waits a second before it tries again.
 BACKLOG = 512
 MAX_ACCEPTED = 32  # connections in one iteration of the event loop; each takes up to 0.4 ms
+MAX_WORDS = 8  # of a path that is compared with those of the server
 SHUTDOWN_S = 2.0  # how long calls may continue once the gateway closes
 
 _ANY_HEADER = zlib.MAX_WBITS | 32  # gzip or zlib
@@ -163,15 +166,32 @@ async def listen(
         site = web.TCPSite(runner, serve.host, serve.port, backlog=MAX_ACCEPTED)
         await site.start()
         _lengthen_queue(site)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
         await runner.cleanup()
-        raise GatewayError(
-            f"the server cannot listen on {serve.host}:{serve.port} ({error.strerror or error}); "
-            "set serve.port to a free port, or to 0 for any.",
-            reason="address_unavailable",
-            key="serve.port",
-        ) from error
+        raise _unavailable(serve, error) from error
     return runner
+
+
+def _unavailable(serve: ServeConfig, error: OSError | UnicodeError) -> GatewayError:
+    """Return the error for an address that cannot be bound: its port, or else its host, is bad."""
+    number = error.errno if isinstance(error, OSError) else None
+    words = (error.strerror if isinstance(error, OSError) else None) or error
+    of_port = {
+        errno.EADDRINUSE: "to a free port, or to 0 for any",
+        errno.EACCES: "to 1024 or above, or to 0 for any free one",
+    }
+    key, fix = "serve.port", f"set serve.port or --port {of_port.get(number or 0)}"
+    if number not in of_port:
+        key = "serve.host"
+        fix = (
+            "set serve.host or --host to a name or an address of this machine, without scheme and "
+            "port, such as 127.0.0.1, or 0.0.0.0 for all"
+        )
+    return GatewayError(
+        f"the server cannot listen on {serve.host}:{serve.port} ({words}); {fix}.",
+        reason="address_unavailable",
+        key=key,
+    )
 
 
 def _lengthen_queue(site: web.TCPSite) -> None:
@@ -208,7 +228,7 @@ def is_exposed(host: str) -> bool:
     """Return whether other machines can reach a server that listens on this host."""
     try:
         found = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
-    except OSError:  # then listening fails, too
+    except (OSError, UnicodeError):  # then listening fails, too
         return False
     addresses = {str(address[0]).partition("%")[0] for *_, address in found}
     return not all(ipaddress.ip_address(address).is_loopback for address in addresses)
@@ -253,6 +273,32 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+async def _fix(request: web.Request, error: web.HTTPException) -> str:
+    """Return what to do about a URL that does not exist, or "" if nobody can tell."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"use {' or '.join(sorted(error.allowed_methods))}"
+    if error.status != 404:
+        return ""
+    with contextlib.suppress(RuntimeError, ValueError):  # its body is read, or it is no URL
+        for path in _similar_paths(request.path):
+            meant = request.clone(rel_url=request.rel_url.with_path(path))
+            if (await request.app.router.resolve(meant)).http_exception is None:
+                return f"did you mean {path}? Correct the base URL that the client has"
+    is_below = "/v1/" in f"{request.path}/"
+    return "" if is_below else "the API is below /v1, so base URLs of OpenAI's clients end in /v1"
+
+
+def _similar_paths(path: str) -> Iterator[str]:
+    """Yield paths with /v1 added or left out, and without what a base URL has too much."""
+    words = [word for word in path.split("/") if word][:MAX_WORDS]
+    rollout, words = (words[:2], words[2:]) if words[:1] == ["rollout"] else ([], words)
+    tails = [words[start:] for start in range(len(words))]
+    heads = [words[:end] for end in range(len(words) - 1, 0, -1)]
+    for part in (*tails, *heads):
+        for prefix in ([], ["v1"]):
+            yield "/" + "/".join([*rollout, *prefix, *part])
+
+
 @web.middleware
 async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn errors that no dialect has answered into OpenAI's error body."""
@@ -262,7 +308,9 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         failure = error
     except web.HTTPException as error:
         code = "unknown_url" if error.status == 404 else "http_error"
-        failure = ApiError(error.status, code, f"{request.method} {request.path}: {error.reason}.")
+        fix = await _fix(request, error)
+        text = f"{request.method} {request.path}: {error.reason}{fix and f'; {fix}'}."
+        failure = ApiError(error.status, code, text)
     except ConnectionError:
         raise  # the client has disconnected
     except Exception as error:

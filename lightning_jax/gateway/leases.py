@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -42,7 +42,7 @@ class Report(Fields):
     reward: FiniteNumber | None = None
     reason: Reason | None = None
     detail: str | None = None
-    metrics: dict[str, FiniteNumber] = Field(default_factory=dict)
+    metrics: dict[str, Any] | None = None  # the run drops and counts what is no finite number
 
     @field_validator("detail")
     @classmethod

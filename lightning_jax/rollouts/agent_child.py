@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 MAX_MEMBERS = 1000  # errors of a group to inspect
 MAX_CHAIN = 20  # errors in a chain of causes
+MAX_CHARS = 2**19  # of a result as JSON; `program.py` reads 2**20 bytes
 
 _HTTPX = frozenset({"NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError"})
 # Client errors for an incomplete response, by package. Subclasses count too. Classes are matched by
@@ -281,21 +282,44 @@ def flush_spans() -> None:
 def as_json(report: Any) -> str:
     """Encode the result as JSON.
 
-    Values that JSON lacks become a text, which is not a reward. NumPy numbers stay numbers.
+    Values that JSON lacks become a text, which is not a reward. NumPy numbers stay numbers. If the
+    result cannot be encoded or is too long, its numbers stay and everything else is shortened.
     """
     try:
-        return json.dumps(report, default=known_to_json)
-    except (TypeError, ValueError, RecursionError):  # keys of other types, a loop, ...
-        return json.dumps({"result": repr(report.get("result"))[:2000]})
+        text = json.dumps(report, default=known_to_json)
+    except Exception:  # noqa: BLE001  (keys of other types, a loop, foreign code, ...)
+        text = ""
+    if text and (len(text) <= MAX_CHARS or "result" not in report):
+        return text
+    result = report.get("result")
+    if not isinstance(result, Mapping):
+        return json.dumps({"result": shown(result, 2000)})
+    return json.dumps({"result": {str(name): plain(result[name]) for name in result}})
+
+
+def plain(value: Any) -> Any:
+    """Return a number or None as it is, and anything else as a short text."""
+    value = known_to_json(value) if hasattr(type(value), "item") else value
+    is_number = value is None or type(value) in (bool, int, float)
+    return value if is_number else shown(value, 200)
 
 
 def known_to_json(value: Any) -> Any:
-    """Return a dict for a mapping, a number for a 0-d array, or else the repr."""
+    """Return a dict for a mapping, a number for a 0-d array, or else a text."""
     if isinstance(value, Mapping):
         return dict(value)
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return value.item()
-    return repr(value)
+    try:
+        return value.item() if value.ndim == 0 else shown(value, 2000)
+    except Exception:  # noqa: BLE001  (no array, or one without a value)
+        return shown(value, 2000)
+
+
+def shown(value: Any, max_chars: int) -> str:
+    """Return the value as a short text, even if foreign code fails to produce it."""
+    try:
+        return repr(value)[:max_chars]
+    except Exception:  # noqa: BLE001
+        return f"a {type(value).__name__}"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Workers import this module, so it needs neither JAX nor the gateway.
 """
 
 import asyncio
+import contextvars
 import copy
 import functools
 import inspect
@@ -15,6 +16,8 @@ from lightning_jax.loading import load_function
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import Outcome, failure, outcome_of, outcome_of_error
 from lightning_jax.settings import ConfigError
+from lightning_jax.system.proxies import go_direct
+from lightning_jax.system.threads import start_thread
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
@@ -66,7 +69,7 @@ def as_agent(function: Any, options: Mapping[str, Any] | None = None) -> Agent:
 
 
 async def call_foreign(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a function of the user's: plain, which runs in a thread, or coroutine.
+    """Return the result of a function of the user's: plain, in a thread of its own, or coroutine.
 
     Errors call it `name`.
     """
@@ -79,7 +82,8 @@ async def call_foreign(name: str, function: Callable[..., Any], *arguments: Any)
         except StopIteration as error:  # a future cannot hold StopIteration
             raise RuntimeError(f"{name} raised StopIteration") from error
 
-    result = await asyncio.to_thread(call)
+    running = start_thread(contextvars.copy_context().run, call)
+    result = await asyncio.wrap_future(running)
     return await result if inspect.isawaitable(result) else result
 
 
@@ -88,6 +92,7 @@ async def run_agent(agent: Agent, task: Task, llm: LLM, config: RolloutConfig) -
 
     Raises CancelledError if cancelled, or if the agent cancels itself.
     """
+    go_direct(llm.base_url)
     try:
         return outcome_of(await agent(_copied(task), llm), config)
     except asyncio.CancelledError:

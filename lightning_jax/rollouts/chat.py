@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -130,7 +131,8 @@ async def _call(endpoint: Endpoint, body: dict[str, object], counts: ChatCounts)
                 raise ValueError(f"it is longer than {MAX_ANSWER_BYTES} bytes")
         text = raw.decode(errors="replace")
         if answer.status != 200:
-            raise _Refused(answer.status, text)
+            hint = missing_v1(endpoint.url) if answer.status == 404 else ""
+            raise _Refused(answer.status, text, hint)
     return _content(text, counts)
 
 
@@ -147,9 +149,15 @@ def _content(text: str, counts: ChatCounts) -> str:
     return content
 
 
+def missing_v1(url: str) -> str:
+    """Return a hint at the end of a server's URL that has no such path, or ""."""
+    path = urlsplit(url).path.rstrip("/")
+    return "" if path.endswith("/v1") else f"does its URL end in {path}/v1? "
+
+
 class _Refused(Exception):
     """Error status of a model's server."""
 
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"status {status}: {' '.join(text[:300].split())}")
+    def __init__(self, status: int, text: str, hint: str = "") -> None:
+        super().__init__(f"status {status}: {hint}{' '.join(text[:300].split())}")
         self.status = status

@@ -15,6 +15,7 @@ from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.store import Store
+from lightning_jax.traces.tasks import free_name, is_unnamed
 from lightning_jax.types import Metrics, Rollout, Task, Trajectory
 
 
@@ -78,7 +79,12 @@ def with_ids(tasks: Sequence[Any]) -> list[Task]:
                 reason="wrong_type",
                 key="tasks",
             )
-    return [{"id": str(index)} | dict(task) for index, task in enumerate(tasks)]
+    taken = {str(task["id"]) for task in tasks if not is_unnamed(task)}
+    named = []
+    for index, task in enumerate(tasks):
+        name = {"id": free_name(str(index), taken) if is_unnamed(task) else task["id"]}
+        named.append(name | dict(task) | name)  # the id comes first
+    return named
 
 
 async def read_trajectories(

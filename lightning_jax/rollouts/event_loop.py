@@ -18,6 +18,8 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from lightning_jax.rollouts.agents import GRACE_S, Agent, Result
+from lightning_jax.system.process_state import ProcessState
+from lightning_jax.system.threads import start_thread
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,11 @@ async def isolate_agent(agent: Agent) -> AsyncIterator[Agent]:
     thread = threading.Thread(target=_serve, args=(loop, stopping), name="agents", daemon=True)
     thread.start()
 
+    shared = _Shared()
+
     async def run(task: Task, llm: LLM) -> Result:
-        return await _run_on(loop, agent, task, llm)
+        with shared.used():
+            return await _run_on(loop, agent, task, llm)
 
     try:
         with watched_loop(loop, thread):
@@ -49,6 +54,39 @@ async def isolate_agent(agent: Agent) -> AsyncIterator[Agent]:
             log.warning(
                 "an agent still blocks its event loop; exiting without waiting for it",
                 extra={"event": "agent_blocks_exit"},
+            )
+
+
+class _Shared:
+    """State of the process that all agents share, restored when none of them runs.
+
+    It is restored at once if the others could not go on with it.
+    """
+
+    def __init__(self) -> None:
+        self._state, self._num_running = ProcessState(), 0
+        self._warned: set[str] = set()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Count an agent while it runs."""
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running or self._state.is_unusable:
+                self._restore()
+
+    def _restore(self) -> None:
+        new = [name for name in self._state.restore() if name not in self._warned]
+        self._warned.update(new)
+        if new:
+            log.warning(
+                "an agent changed what all agents of a process share (%s), which was restored; "
+                "undo it in the agent, or give agents processes of their own (agent.python)",
+                ", ".join(new),
+                extra={"event": "shared_state_changed", "changed": new},
             )
 
 
@@ -160,15 +198,4 @@ class _ThreadPerCall(ThreadPoolExecutor):
     """Executor with one thread per call. The process does not wait for the threads at exit."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001  (raised again in the waiting caller)
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="agent", daemon=True).start()
-        return future
+        return start_thread(fn, *args, **kwargs)

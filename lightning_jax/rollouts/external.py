@@ -82,7 +82,7 @@ class ExternalAgents:
             return failure(REPORTED, storable(fields.error[:MAX_DETAIL]))
         reward = posted if fields.reward is None else fields.reward
         if reward is None and not needs_reward:
-            return outcome_of(fields.metrics, self._config)
+            return outcome_of(fields.metrics or {}, self._config)
         if reward is None:
             raise invalid(
                 "reward is missing, and none was posted; send a reward, an error, or "
@@ -91,4 +91,4 @@ class ExternalAgents:
                 reason="missing",
             )
         check_size("reward", reward, self._config.max_abs_reward)
-        return outcome_of({**fields.metrics, "reward": reward}, self._config)
+        return outcome_of({**(fields.metrics or {}), "reward": reward}, self._config)

@@ -15,7 +15,7 @@ from lightning_jax.rl.staleness import is_stale
 from lightning_jax.rollouts.audit import audit_metrics
 from lightning_jax.rollouts.compare_tasks import compare_tasks, standard_error
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.rollouts.outcome import DROPPED_METRICS, is_bounded
+from lightning_jax.rollouts.outcome import DROPPED_METRICS, is_bounded, split_dropped
 from lightning_jax.rollouts.rewards import component_metrics
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RewardRule
@@ -421,20 +421,27 @@ def full_reward_share(rewards: Float[np.ndarray, " N"]) -> float:
 def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
     """Return means of the numbers that agents returned, such as `eval/agent_f1_mean`.
 
-    Means are over the same rollouts as the reward of an evaluation, with 0 for a failed agent.
+    Means are over the same rollouts as the reward of an evaluation, with 0 for a failed agent and
+    without rollouts whose value was dropped. `dropped_metrics_REASON` is the mean number of these.
     Names beyond MAX_NAMES are left out and counted in the mean of `dropped_metrics`.
     """
     finished = [r for r in rollouts if r.status in FINISHED]
-    shown = _shown(Counter(name for rollout in finished for name in rollout.metrics))
+    names = Counter(name for rollout in finished for name in rollout.metrics)
+    shown = _shown(Counter({name: n for name, n in names.items() if split_dropped(name) is None}))
     sums: dict[str, float] = defaultdict(float)
+    without_value: Counter[str] = Counter()
     for rollout in finished:
         for name, value in rollout.metrics.items():
-            kept = shown[name] == name
-            sums[name if kept else DROPPED_METRICS] += value if kept else 1.0
-    return {
-        f"{area}/agent_{metric_code(name)}_mean": sums[name] / len(finished)
-        for name in sorted(sums)
+            if dropped := split_dropped(name):
+                sums[f"{DROPPED_METRICS}_{dropped[0]}"] += value
+                without_value[dropped[1]] += 1
+            else:
+                kept = shown[name] == name
+                sums[name if kept else DROPPED_METRICS] += value if kept else 1.0
+    means = {
+        name: sums[name] / max(len(finished) - without_value[name], 1) for name in sorted(sums)
     }
+    return {f"{area}/agent_{metric_code(name)}_mean": mean for name, mean in means.items()}
 
 
 def _shown(counts: Counter[str]) -> dict[str, str]:

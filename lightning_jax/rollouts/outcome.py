@@ -26,7 +26,10 @@ MAX_METRIC = 1e30  # magnitude; sums over a step stay finite in float32
 # Reasons of rollouts that took too long. In the second, calls waited for most of the time.
 DEADLINE, DEADLINE_IN_QUEUE = "deadline", "deadline_in_queue"
 SERVER_LOST = "server_lost"  # the rollout's sampler died or stopped answering
-DROPPED_METRICS = "dropped_metrics"  # counts the metrics beyond the limit
+# Counts the metrics beyond the limit. One without a usable value is `dropped_metrics/REASON/NAME`.
+DROPPED_METRICS = "dropped_metrics"
+DROPPED_VALUE = f"{DROPPED_METRICS}/"
+MAX_STORED_NAME = MAX_METRIC_NAME + 30  # with that prefix and a reason
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,7 @@ def failure(reason: str, detail: str) -> Outcome:
 def outcome_of(result: Any, config: RolloutConfig | None = None) -> Outcome:
     """Return the outcome for an agent's return value: its reward and metrics, or a failure.
 
-    Metrics beyond `rollout.max_metrics`, or with a name longer than MAX_METRIC_NAME, are
-    left out and counted as `dropped_metrics`.
+    Only the reward decides between the two. See `kept_metrics`.
     """
     config = config or RolloutConfig()
     reward = result.get("reward") if isinstance(result, Mapping) else result
@@ -75,20 +77,62 @@ def outcome_of(result: Any, config: RolloutConfig | None = None) -> Outcome:
         return _bad("reward", reward, f"number{limit} (rollout.max_abs_reward)")
     measured = dict(result) if isinstance(result, Mapping) else {}
     measured.pop("reward", None)
-    metrics: dict[str, float] = {}
-    for name in list(measured)[: config.max_metrics]:
-        number = finite(measured[name])
-        if not isinstance(name, str) or number is None or abs(number) > MAX_METRIC:
-            return _bad(name, measured[name], "finite number")
-        if len(name) <= MAX_METRIC_NAME:
-            metrics[storable(name)] = number
-    if len(metrics) < len(measured):
-        metrics[DROPPED_METRICS] = float(len(measured) - len(metrics))
+    metrics = kept_metrics(measured, config.max_metrics)
     if value is None:
         shown = storable(repr(result)[:200])
         detail = f"the agent returned {shown} and posted no reward; expected a number"
         return NoReward("agent_failure", None, "no_reward", detail, metrics)
     return Outcome("scored", value, metrics=metrics)
+
+
+def kept_metrics(measured: Mapping[Any, Any], limit: int) -> dict[str, float]:
+    """Return the finite numbers among an agent's metrics, and counts of the others.
+
+    Metrics beyond the first `limit`, or with a name longer than MAX_METRIC_NAME, are counted
+    together as `dropped_metrics`. One that is None (null), NaN or infinite (not_finite), above
+    MAX_METRIC (too_large) or no number (wrong_type) counts as `dropped_metrics/REASON/NAME`.
+    Metrics that this function returned stay as they are.
+    """
+    metrics: dict[str, float] = {}
+    num_dropped = _number_in(measured.get(DROPPED_METRICS, 0.0))[0] or 0.0
+    names = [name for name in measured if name != DROPPED_METRICS]
+    for index, name in enumerate(names):
+        if index >= limit or not _is_metric_name(name):
+            num_dropped += 1.0
+            continue
+        number, reason = _number_in(measured[name])
+        if number is None:
+            metrics[f"{DROPPED_VALUE}{reason}/{storable(name)}"] = 1.0
+        else:
+            metrics[storable(name)] = number
+    return metrics | ({DROPPED_METRICS: num_dropped} if num_dropped else {})
+
+
+def split_dropped(name: str) -> tuple[str, str] | None:
+    """Return (reason, metric) of a count of dropped values, or None for another metric."""
+    reason, _, metric = name.removeprefix(DROPPED_VALUE).partition("/")
+    return (reason, metric) if name.startswith(DROPPED_VALUE) and metric else None
+
+
+def _is_metric_name(name: Any) -> bool:
+    if not isinstance(name, str):
+        return False
+    return len(name) <= (MAX_STORED_NAME if split_dropped(name) else MAX_METRIC_NAME)
+
+
+def _number_in(value: Any) -> tuple[float | None, str]:
+    """Return (a metric's value, ""), or (None, the reason why it cannot be kept)."""
+    if value is None:
+        return None, "null"
+    try:
+        number = as_number(value)
+    except Exception:  # noqa: BLE001  (foreign code, such as an array without a value)
+        number = None
+    if number is None:
+        return None, "wrong_type"
+    if not math.isfinite(number):
+        return None, "too_large" if isinstance(value, int) else "not_finite"
+    return (number, "") if abs(number) <= MAX_METRIC else (None, "too_large")
 
 
 def with_posted(outcome: Outcome, posted: float | None, *, needs_reward: bool = True) -> Outcome:
@@ -168,19 +212,24 @@ def storable(text: str) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """Return the value as a finite float, or None.
+    """Return the value as a finite float, or None. See `as_number`."""
+    number = as_number(value)
+    return None if number is None or not math.isfinite(number) else number
 
-    Accepts 0-d arrays of NumPy, JAX and PyTorch.
+
+def as_number(value: Any) -> float | None:
+    """Return the value as a float, or None if it is no number.
+
+    Accepts 0-d arrays of NumPy, JAX and PyTorch. An integer too large for a float is infinite.
     """
     is_array = not isinstance(value, type) and getattr(value, "ndim", None) == 0
     number = value.item() if is_array and hasattr(value, "item") else value
     if not isinstance(number, int | float):
         return None
     try:
-        number = float(number)
-    except OverflowError:  # integer too large for a float
-        return None
-    return number if math.isfinite(number) else None
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def is_bounded(rewards: Iterable[float], limit: float) -> bool:

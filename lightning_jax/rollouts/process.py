@@ -54,10 +54,12 @@ async def run_program(
     stdin: bytes,
     keep_open: Sequence[int] = (),
     limits: Limits = Limits(),
+    directory: str | None = None,
 ) -> Ended:
     """Run a command line to its end, then kill all processes it left behind.
 
-    `keep_open` lists file descriptors that the program inherits. If cancelled, end the program and
+    `keep_open` lists file descriptors that the program inherits. `directory` is where it starts, by
+    default this process's own. If cancelled, end the program and
     all processes it started with SIGTERM, then SIGKILL after a grace period. Raises OSError if it
     cannot be started.
     """
@@ -76,6 +78,7 @@ async def run_program(
             stderr=errors.writer,
             env=environment,
             pass_fds=(task.fileno(), *keep_open),
+            cwd=directory,
             end_s=END_S,
         )
         try:

@@ -35,6 +35,7 @@ from lightning_jax.rollouts.visibility import (
 )
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit
+from lightning_jax.system.proxies import with_direct_host
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ def _starter(config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
         memory_bytes=int((config.memory_mib or 0) * 2**20),
         num_files=original_limit(),
     )
-    outer = inherited(config.env)
+    outer, directory = inherited(config.env), os.getcwd()  # an agent's function may change it
 
     async def start(
         words: tuple[str, ...],
@@ -188,10 +189,10 @@ def _starter(config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
         keep_open: tuple[int, ...],
     ) -> Ended:
         found = program_environment(visible_llm(config, llm), config.options)
-        environment = {**outer, **found, **variables}
+        environment = with_direct_host({**outer, **found, **variables}, llm.base_url)
         stdin = json.dumps(task).encode()
         try:
-            return await run_program(words, environment, stdin, keep_open, limits)
+            return await run_program(words, environment, stdin, keep_open, limits, directory)
         except OSError as error:  # such as no memory or descriptors; the file existed before
             raise NotStarted(f"{words[0]} could not be started: {error}") from error
 

@@ -19,7 +19,7 @@ REASONS = {
     ),
     "bad_reward": Reason(
         "agent",
-        "a reward or another returned number is not finite, or above `rollout.max_abs_reward`",
+        "the reward is no finite number, or above `rollout.max_abs_reward`",
         "check the division or the parsing that made it",
     ),
     "bad_component": Reason(

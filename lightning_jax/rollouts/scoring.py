@@ -132,19 +132,20 @@ class Scorer:
 
     def _scored(self, rollout: Rollout, row: Mapping[str, Value]) -> Rollout:
         """Return the rollout with its components, or failed if one with a weight failed."""
-        components = {AGENT: agent_reward(rollout)}
+        components, limit = {AGENT: agent_reward(rollout)}, self._limits.max_abs_reward
         for name, value in row.items():
             if isinstance(value, Judgement):
-                components[name] = value.value
-                continue
+                if is_bounded([value.value], limit):
+                    components[name] = value.value
+                    continue
+                value = _over_limit(f"rewards.{name} returned", value.value)
             self._failures[name] += 1
             if self.rewards[name].weight:
                 return self._failed(rollout, value)
             log.warning("%s: held-out reward %s: %s", rollout.rollout_id, name, value.detail)
         total = weighted_sum(components, self.rewards)
-        if not is_bounded([total, *components.values()], self._limits.max_abs_reward):
-            detail = f"the reward is {total:g}; expected at most rollout.max_abs_reward"
-            return self._failed(rollout, failure(BAD_COMPONENT, detail))
+        if not is_bounded([total], limit):
+            return self._failed(rollout, _over_limit("the reward is", total))
         return replace(rollout, reward=total, components=components)
 
     def _failed(self, rollout: Rollout, outcome: Outcome) -> Rollout:
@@ -230,6 +231,11 @@ def _checked(name: str, value: Any) -> Value:
         text = f"rewards.{name} returned {_shown(value)}; expected a finite number"
         return failure(BAD_COMPONENT, text)
     return Judgement(number)
+
+
+def _over_limit(fact: str, value: float) -> Outcome:
+    text = f"{fact} {value:g}; expected at most rollout.max_abs_reward"
+    return failure(BAD_COMPONENT, text)
 
 
 def _shown(value: Any) -> str:

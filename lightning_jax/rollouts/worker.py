@@ -27,6 +27,7 @@ from lightning_jax.rollouts.fingerprint import fingerprint
 from lightning_jax.rollouts.leased_work import LeasedWork, as_report, missing_path, stopped
 from lightning_jax.rollouts.outcome import Outcome
 from lightning_jax.rollouts.program import make_agent
+from lightning_jax.system.proxies import go_direct
 from lightning_jax.traces.context import OpenSpan, below, flush_process_tracer, parent_in
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ async def run_from_settings(settings: Mapping[str, Any]) -> dict[str, Any] | Non
     """
     found = settings["agent"]
     config = AgentConfig(**{**found, "env": tuple(found["env"])})
+    go_direct(settings["url"])  # before the agent makes its clients
     try:
         agent = await asyncio.to_thread(make_agent, config)
         await work(

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_jax.gateway.leases import LeaseLost, LeaseQueue, Report
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.leased_work import KINDS, LeasedWork, existing_paths
-from lightning_jax.rollouts.outcome import Outcome
+from lightning_jax.rollouts.outcome import Outcome, kept_metrics
 from lightning_jax.traces.context import trace_headers
 from lightning_jax.types import LLM, Task
 
@@ -56,7 +56,7 @@ class Workers:
                     paths=existing_paths(task),
                 )
                 try:
-                    return _outcome_of(await worker.run(work.to_json()))
+                    return _outcome_of(await worker.run(work.to_json()), config)
                 except LeaseLost as error:
                     return Outcome("infrastructure_failure", reason=error.reason, detail=str(error))
 
@@ -68,7 +68,6 @@ class Workers:
             self._hint = ""
 
 
-def _outcome_of(report: Report) -> Outcome:
-    return KINDS[report.kind](
-        report.status, report.reward, report.reason, report.detail, report.metrics
-    )
+def _outcome_of(report: Report, config: RolloutConfig) -> Outcome:
+    metrics = kept_metrics(report.metrics or {}, config.max_metrics)
+    return KINDS[report.kind](report.status, report.reward, report.reason, report.detail, metrics)

@@ -3,12 +3,13 @@
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_jax.schema import PathKind, inner_section, path_kind
 
+Section = TypeVar("Section", bound=Any)
 Change = Callable[[str], str]  # from a path to another that names the same file
 
 
@@ -39,6 +40,20 @@ def map_paths(node: Any, section: type, change: Change) -> Any:
         elif kind and value is not None:
             changed[field.name] = _mapped(value, kind, change)
     return changed
+
+
+def absolute_paths(section: Section) -> Section:
+    """Return a section whose paths lead to the same files from any working directory."""
+    changes: dict[str, Any] = {}
+    for field in fields(section):
+        value, kind = getattr(section, field.name), path_kind(field.type)
+        if kind and value is not None:
+            changes[field.name] = _mapped(value, kind, os.path.abspath)
+        elif is_dataclass(value):
+            changes[field.name] = absolute_paths(value)  # pyright: ignore[reportArgumentType]
+        elif isinstance(value, dict) and any(map(is_dataclass, value.values())):
+            changes[field.name] = {name: absolute_paths(held) for name, held in value.items()}
+    return replace(section, **changes)
 
 
 def file_of(reference: str) -> str | None:

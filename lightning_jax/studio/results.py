@@ -5,18 +5,19 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from math import fsum
 from pathlib import Path
-from statistics import fmean
 
 from lightning_jax.rollouts.compare_tasks import Rewards
 from lightning_jax.rollouts.metrics import task_rewards
+from lightning_jax.rollouts.outcome import split_dropped
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.files import write_whole
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import from_gateway, is_gateway_call
 from lightning_jax.train.directory import STORE
-from lightning_jax.train.task_files import read_records
+from lightning_jax.train.record_files import read_records
 from lightning_jax.types import FINISHED, Rollout
 
 
@@ -74,10 +75,18 @@ def task_results(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> lis
 
 
 def _mean_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean of each number over finished rollouts, with 0 where it is missing."""
+    """Return the mean of each number over finished rollouts, with 0 where it is missing.
+
+    Rollouts whose value was dropped do not count.
+    """
     finished = [rollout.metrics for rollout in rollouts if rollout.status in FINISHED]
     names = dict.fromkeys(name for metrics in finished for name in metrics)
-    return {name: fmean(metrics.get(name, 0.0) for metrics in finished) for name in names}
+    found = [split_dropped(name) for metrics in finished for name in metrics]
+    dropped = Counter(metric for _, metric in filter(None, found))
+    return {
+        name: fsum(m.get(name, 0.0) for m in finished) / max(len(finished) - dropped[name], 1)
+        for name in names
+    }
 
 
 def write_results(path: Path, results: Sequence[TaskResult]) -> None:

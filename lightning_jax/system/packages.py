@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import re
 import shlex
+import sys
 from types import ModuleType
 
 from lightning_jax.errors import UserError
@@ -14,6 +15,8 @@ def is_installed(module: str) -> bool:
 
     A folder of its name, such as the ./wandb that a run of W&B leaves, is not the package.
     """
+    if module in sys.modules:
+        return True
     found = importlib.util.find_spec(module)
     return found is not None and found.origin is not None
 

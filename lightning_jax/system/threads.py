@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -28,6 +29,25 @@ async def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
         if not work.cancelled():
             work.exception()  # retrieve it, or asyncio reports it
         raise
+
+
+def start_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Call a function of others in a thread of its own, which no exit of this process waits for.
+
+    A call that never returns takes no thread of a pool, so it blocks nobody.
+    """
+    future: Future[T] = Future()
+
+    def work() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001  (raised again in the waiting caller)
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="agent", daemon=True).start()
+    return future
 
 
 class Turns:

@@ -1,12 +1,25 @@
-"""Fields of a task as a rollout's record keeps them: texts, with long ones cut."""
+"""Names of tasks, and their fields as a rollout's record keeps them: texts, long ones cut."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 MAX_FIELDS = 50
 MAX_FIELD_CHARS = 2000
 MAX_NAME_CHARS = 100
+
+
+def is_unnamed(task: Mapping[str, Any]) -> bool:
+    """Return True if a task has no id. Tables write a missing one as null, NaN or ""."""
+    name = task.get("id")
+    return name is None or name == "" or name != name
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return the name, with + behind it as often as it takes to differ from those taken."""
+    while name in taken:
+        name += "+"
+    return name
 
 
 def shorten_task(task: Mapping[str, Any]) -> dict[str, str]:

@@ -12,7 +12,8 @@ from pydantic import ValidationError, validate_call
 from lightning_jax.loading import load_function
 from lightning_jax.settings import ConfigError
 from lightning_jax.train.config import Config, DataConfig
-from lightning_jax.train.task_files import DatasetError, load_task_files
+from lightning_jax.train.record_files import DatasetError
+from lightning_jax.train.task_files import load_task_files
 from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)

@@ -1,10 +1,13 @@
 """Files in a run's directory, and what can be told from them without JAX."""
 
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.paths import absolute_paths
+from lightning_jax.train.config import Config
 
 SETTINGS, SOURCES, METRICS = "config.yaml", "sources.json", "metrics.jsonl"
 STORE, CHECKPOINTS = "store.sqlite", "checkpoints"
@@ -14,6 +17,11 @@ LOCK, ENDED = "run.lock", "ended.json"
 SINKS_OPENED = "sinks.json"  # id of the run for metric sinks, and those that know it
 PROMPTS = "prompts.yaml"  # those that searches chose, by step
 EXPORTED = "policy.json"  # step of the weights in `policy`; absent while they are written
+
+
+def with_fixed_paths(config: Config) -> Config:
+    """Return settings whose paths lead to the same files if foreign code changes the directory."""
+    return replace(absolute_paths(config), run_dir=os.path.abspath(config.run_dir))
 
 
 def require_run(directory: Path, *names: str) -> None:

@@ -174,7 +174,7 @@ class ExternalGroups:
                 )
             return task, fields.group or fields.task_id
         assert fields.task is not None, "the route has checked the fields"
-        task = dict(fields.task)
+        task = {name: v for name, v in fields.task.items() if name != "id" or v is not None}
         if not isinstance(task.get("id", ""), str):
             raise invalid("task.id is no string; send a string or none.", "task", "invalid_type")
         name = fields.group or task.get("id")

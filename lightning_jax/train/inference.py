@@ -1,7 +1,7 @@
 """Rollouts without training, on a policy or on another server. No run directory is written."""
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +31,12 @@ from lightning_jax.train.config import Config
 from lightning_jax.train.directory import find_weights
 from lightning_jax.train.progress import Progress, count_work, show_progress
 from lightning_jax.train.serving import routing_of
-from lightning_jax.train.startup import load_trainable, open_service, with_dtypes
+from lightning_jax.train.startup import (
+    guarded_process,
+    load_trainable,
+    open_service,
+    with_dtypes,
+)
 from lightning_jax.types import Metrics, Rollout, Task
 
 BAR = "{percentage:3.0f}%|{bar:20}|{postfix}"  # the postfix is `Progress.line`
@@ -48,6 +53,10 @@ class PolicySource:
     run_dir: Path | None = None  # the policy of this run; see `directory.find_weights`
     model: str | None = None  # a model in place of `model.name`
     server: RoleConfig | None = None  # see `gateway.remote.remote_role`
+
+    def with_fixed_path(self) -> "PolicySource":
+        """Return a source that is the same if foreign code changes the directory."""
+        return replace(self, run_dir=self.run_dir and self.run_dir.absolute())
 
     def label(self, config: Config) -> str:
         """Return the policy's name for people."""
@@ -128,15 +137,19 @@ async def open_runner(
     store is closed at the end. Raises UserError if the agent, the policy or the server's settings
     are unusable.
     """
-    made = choose_agent(config.agent, agent, tasks)
-    config = replace(config, prompt_search=PromptSearchConfig())  # its model is not needed
-    if source.server is not None:
-        remote = RemoteEngine(source.label(config), config.serve)
-        gateway = Gateway(remote, store, routing=remote_routing(config.roles, source.server))
-        engines: Sequence[Engine] = ()
-    else:
-        gateway, engines = serve_policies(with_dtypes(config), source, store)
-    async with open_service(gateway, engines, made, config) as runner:
+    async with AsyncExitStack() as at_end:
+        config = at_end.enter_context(guarded_process(config))
+        source = source.with_fixed_path()
+        made = choose_agent(config.agent, agent, tasks)
+        config = replace(config, prompt_search=PromptSearchConfig())  # its model is not needed
+        if source.server is not None:
+            remote = RemoteEngine(source.label(config), config.serve)
+            gateway = Gateway(remote, store, routing=remote_routing(config.roles, source.server))
+            engines: Sequence[Engine] = ()
+        else:
+            gateway, engines = serve_policies(with_dtypes(config), source, store)
+        service = open_service(gateway, engines, made, config)
+        runner = await at_end.enter_async_context(service)
         if source.run_dir is not None:
             chosen = read_chosen(source.run_dir)
             runner.prompts.update(present_prompts(config.prompts, chosen, source.version))

@@ -74,6 +74,8 @@ _TEXTS = {
     "policy's entropy",
     "rollout/cut_short_share": "share: responses that a limit of tokens or time cut",
     "rollout/agent_NAME_mean": "agent's: mean of a number that the agent returned",
+    "rollout/agent_dropped_metrics_mean": "numbers: mean per rollout beyond rollout.max_metrics",
+    "rollout/agent_dropped_metrics_REASON_mean": "numbers: mean per rollout that had no value",
     "rollout/rule_NAME": "times: how often a reward rule applied",
     "rollout/rule_NAME_without_call": "times: how often no recorded call had caused it",
     "rollout/num_external_expired": "rollouts: number from outside that expired without a reward",

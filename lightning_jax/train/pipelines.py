@@ -9,6 +9,7 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.train.baselines import baseline_metrics
 from lightning_jax.train.config import Config
+from lightning_jax.train.conversations import call_demonstrations
 from lightning_jax.train.data import evenly_spaced
 from lightning_jax.train.demonstrations import demonstration_sequences
 from lightning_jax.train.difficulty import DifficultySampler
@@ -69,7 +70,7 @@ class Pipelines:
         """Return (sequences of the next warm-up step, numbers of its tasks and conversations)."""
         assert self._demonstrate is not None, "config checks that a warm-up has demonstrations"
         tasks = [task for group in next(self._groups) for task in group]
-        conversations = self._demonstrate(tasks)
+        conversations = call_demonstrations(self._demonstrate, tasks)
         # The function leaves out tasks without a demonstration.
         counts = {"num_tasks": len(tasks), "num_conversations": len(conversations)}
         sequences = demonstration_sequences(conversations, self._tokenizer, self._routing)

@@ -22,6 +22,7 @@ from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rl.distill import Scores
 from lightning_jax.rl.losses.distill import NO_TOKEN
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
+from lightning_jax.rollouts.chat import missing_v1
 from lightning_jax.settings import ConfigError
 
 CONCURRENCY = 16  # requests at once
@@ -89,8 +90,10 @@ class RemoteTeacher:
                 extra_body={"skip_special_tokens": False, "return_tokens_as_token_ids": True},
             )
         except openai.OpenAIError as error:
+            is_lost = isinstance(error, openai.NotFoundError)
+            hint = missing_v1(str(self.client.base_url)) if is_lost else ""
             raise TeacherError(
-                f"the teacher at {self.client.base_url} failed: {_brief(error)}; check "
+                f"the teacher at {self.client.base_url} failed: {hint}{_brief(error)}; check "
                 "distill.teacher_url, served_model, top_k and the key, then run the same command "
                 "again.",
                 reason="teacher_failed",

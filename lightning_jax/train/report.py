@@ -112,10 +112,14 @@ def _num_updates(row: Mapping[str, float | int]) -> float:
     return sum((max(row[made + p] - row.get(skipped + p, 0.0), 0.0) for p in policies), 0.0)
 
 
-def checkpoint_line(directory: Path, keep: int) -> str:
-    """Return how much space the checkpoints of a run directory take, and how to need less."""
-    folder = directory / CHECKPOINTS
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def checkpoint_line(directory: Path, keep: int, shown: Path | None = None) -> str:
+    """Return how much space the checkpoints of a run directory take, and how to need less.
+
+    `shown` is the run directory as the user wrote it.
+    """
+    folder = (shown or directory) / CHECKPOINTS
+    files = (directory / CHECKPOINTS).rglob("*")
+    size = sum(path.stat().st_size for path in files if path.is_file())
     fewer = ", or lower checkpoint.keep" if keep > 1 else ""
     return (
         f"checkpoints: {size / 1e9:.1f} GB in {folder} (checkpoint.keep={keep}); delete them if "

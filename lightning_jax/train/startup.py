@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.activity import ReadActivity
 from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.http import local_url
 from lightning_jax.models.config import AUTO
 from lightning_jax.models.formats.load import LoadedModel, load_configured
 from lightning_jax.models.lora import adapted
@@ -30,11 +31,13 @@ from lightning_jax.rollouts.scoring import make_scorer
 from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
+from lightning_jax.system.process_state import kept_process
+from lightning_jax.system.proxies import go_direct
 from lightning_jax.traces.store import Store
 from lightning_jax.train.agent_choice import LocalWorkers, choose_trained_agent
 from lightning_jax.train.chosen_prompts import forget_chosen
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import LOCK, SETTINGS, STORE
+from lightning_jax.train.directory import LOCK, SETTINGS, STORE, with_fixed_paths
 from lightning_jax.train.groups import untaken_ids
 from lightning_jax.train.hints import make_hints
 from lightning_jax.train.memory import plan
@@ -70,21 +73,21 @@ async def open_run(
 
     Everything is closed at the end.
     """
-    _check_serving(config)
-    check_sinks(config.metrics.sinks)
-    train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
-    if not train_tasks and not config.agent.external:
-        raise no_tasks()
-    made = choose_trained_agent(
-        config.agent, agent, (*train_tasks, *dev_tasks), num_others=config.cluster.workers
-    )
-    if made is None:
-        log.info("no evaluations: only programs outside run the agent; set agent.function for them")
-        dev_tasks = []
-    check_search(config, train_tasks)
-    algorithm = load_choices(config.algorithm)
-    directory = Path(config.run_dir)
+    _check_settings(config)
     async with AsyncExitStack() as at_end:  # last in, first out
+        config = at_end.enter_context(guarded_process(config))
+        train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
+        if not train_tasks and not config.agent.external:
+            raise no_tasks()
+        made = choose_trained_agent(
+            config.agent, agent, (*train_tasks, *dev_tasks), num_others=config.cluster.workers
+        )
+        if made is None:
+            log.info("no evaluations: only programs outside run the agent; set agent.function")
+            dev_tasks = []
+        check_search(config, train_tasks)
+        algorithm = load_choices(config.algorithm)
+        directory = Path(config.run_dir)
         at_end.enter_context(_locked(directory))  # before loading the model, which takes long
         config = with_dtypes(config)
         sources = digests(config, train_tasks, dev_tasks, agent)
@@ -128,6 +131,18 @@ async def open_run(
         )
         at_end.push_async_exit(lambda _, error, __: run.close(error))
         yield run
+
+
+@contextmanager
+def guarded_process(config: Config) -> Iterator[Config]:
+    """Yield settings that hold whatever an agent does to this process, and restore that at the end.
+
+    Paths are absolute, for agents that change the directory. Calls to the server go around proxies.
+    Enter this before the agent is loaded.
+    """
+    with kept_process():
+        go_direct(local_url((config.serve.host, 0)))
+        yield with_fixed_paths(config)
 
 
 @asynccontextmanager
@@ -252,12 +267,14 @@ def _model_that_fits(config: Config) -> LoadedModel:
     return model
 
 
-def _check_serving(config: Config) -> None:
-    """Raise ConfigError for a run that trains with JetStream, which cannot swap weights.
+def _check_settings(config: Config) -> None:
+    """Raise ConfigError for settings that cannot be used together.
 
-    Also refuse `rollout.ahead` in a run of several processes. The first of them serves as well, so
-    its devices would start the programs of an update in another order than those of the others.
+    A run that trains cannot serve with JetStream, which cannot swap weights. With `rollout.ahead`
+    and several processes, the first serves as well, so its devices would start the programs of an
+    update in another order than those of the others.
     """
+    check_sinks(config.metrics.sinks)
     if config.serve.orchestrator != "native" and config.total_steps > 0:
         raise ConfigError(
             f"serve.orchestrator is {config.serve.orchestrator!r}, which cannot take new weights, "

@@ -1,85 +1,15 @@
-"""Tasks in JSON files, and the reader of their records."""
+"""Tasks in JSON files."""
 
-import gzip
 import json
-import zlib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from lightning_jax.environments.split import part_of
-from lightning_jax.errors import UserError
+from lightning_jax.traces.tasks import free_name, is_unnamed
+from lightning_jax.train.record_files import SUFFIXES, DatasetError, read_records
 from lightning_jax.types import Task
 
-Record = dict[str, Any]
-
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
-
-
-class DatasetError(UserError, ValueError):
-    """Unusable data set. The message is one sentence for the user who named it."""
-
-
-def read_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield (location, record) for each record of a `.jsonl`, `.jsonl.gz` or JSON-list file.
-
-    Raises DatasetError for a missing or broken file, at the first broken record.
-    """
-    try:
-        records = _lines(path) if path.suffix in (".gz", ".jsonl") else _items(path)
-        for where, record in records:
-            if not isinstance(record, dict):
-                raise DatasetError(
-                    f"{where} is a {type(record).__name__}; expected an object.",
-                    reason="wrong_type",
-                    key=where,
-                )
-            yield where, record
-    except FileNotFoundError:
-        raise DatasetError(
-            f"{path} does not exist; check the path.",
-            reason="not_found",
-            key=str(path),
-        ) from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DatasetError(
-            f"{path} is not readable ({error}); download it again.",
-            reason="unreadable",
-            key=str(path),
-        ) from error
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    read = gzip.open if path.suffix == ".gz" else open
-    with read(path, "rt", encoding="utf-8-sig") as lines:  # Windows adds a byte order mark
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{path}:{number}", _parse(line, f"{path}:{number}")
-
-
-def _items(path: Path) -> Iterator[tuple[str, Any]]:
-    items = _parse(path.read_text(encoding="utf-8-sig"), str(path))
-    if not isinstance(items, list):
-        raise DatasetError(
-            f"{path} holds a {type(items).__name__}; expected a JSON list of records.",
-            reason="wrong_type",
-            key=str(path),
-        )
-    for number, item in enumerate(items, start=1):
-        yield f"{path}: item {number}", item
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = f" line {error.lineno}" if "\n" in text.rstrip("\n") else ""
-        raise DatasetError(
-            f"{where}{line} is not JSON ({error.msg}); correct or remove it.",
-            reason="malformed",
-            key=where,
-        ) from error
+MAX_NAMED = 5  # files of a folder that an error names
 
 
 def load_task_files(
@@ -88,9 +18,9 @@ def load_task_files(
     """Return the split's tasks as in the file, and the number left out for each reason.
 
     `root` is a folder with a file `train` and a file `dev`, or one file of which a fixed fifth is
-    dev. Files are `.jsonl`, `.jsonl.gz` or `.json` (a list). A task may have any fields. Without
-    `id` it gets its position in the file. Repeated tasks are used once, and tasks in dev are not
-    trained on. Writes nothing. Raises DatasetError.
+    dev. Files have JSON lines or a JSON list (`read_records`). A task may have any fields. Without
+    `id`, or if it is null, it gets its position in the file. Repeated tasks are used once, and
+    tasks in dev are not trained on. Writes nothing. Raises DatasetError.
     """
     if root is None:
         raise DatasetError(
@@ -139,25 +69,35 @@ def _file(folder: Path, split: str) -> Path:
     for suffix in SUFFIXES:
         if (path := folder / f"{split}{suffix}").is_file():
             return path
+    found = sorted(path.name for path in folder.iterdir() if path.is_file())[:MAX_NAMED]
     raise DatasetError(
-        f"{folder} has no {split}.jsonl; expected train.jsonl and dev.jsonl.",
+        f"{folder} has no {split}.jsonl (it has {', '.join(found) or 'no file'}); expected "
+        f"train.jsonl and dev.jsonl, or the same with {', '.join(SUFFIXES[1:])}.",
         reason="missing",
         key=f"{split}.jsonl",
     )
 
 
 def _read(path: Path, dropped: Counter[str]) -> list[Task]:
-    """Return the file's distinct tasks, and count repeated ones in `dropped`."""
+    """Return the file's distinct tasks, and count repeated ones in `dropped`.
+
+    A task without an id has its position as the id.
+    """
     contents: set[str] = set()
     used_in: dict[str, str] = {}
     tasks: list[Task] = []
+    unnamed: list[tuple[int, Task]] = []
     for number, (where, record) in enumerate(read_records(path), start=1):
         if (content := _content(record)) in contents:
             dropped["repeated"] += 1
             continue
         contents.add(content)
-        task = {"id": str(number)} | record
-        task["id"] = name = str(task["id"])
+        task = {"id": ""} | record
+        tasks.append(task)
+        if is_unnamed(record):
+            unnamed.append((number, task))
+            continue
+        task["id"] = name = str(record["id"])
         if name in used_in:
             raise DatasetError(
                 f"{where} repeats the id {name!r} of {used_in[name]}; use unique ids, or none.",
@@ -165,7 +105,8 @@ def _read(path: Path, dropped: Counter[str]) -> list[Task]:
                 key="id",
             )
         used_in[name] = where
-        tasks.append(task)
+    for number, task in unnamed:
+        task["id"] = free_name(str(number), used_in)
     return tasks
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -53,16 +54,22 @@ def _write_letters() -> None:
 
 def test_a_policy_scores_as_in_its_run(capsys: pytest.CaptureFixture[str]) -> None:
     _write_letters()
-    settings = ["agent.function=letters.py:run", "num_steps=0"]
+    settings = ["agent.function=letters.py:run", "num_steps=0", "run_dir=a run"]
     assert main(["train", "--config", "config.yaml", *settings]) == 0
-    capsys.readouterr()
-    flags = ["--run", "run", "--compare", "run", "--save", "after.jsonl"]
+    printed = [line for line in capsys.readouterr().out.splitlines() if "lightning-jax" in line]
+    words = [shlex.split(line.removeprefix("next:"), comments=True) for line in printed]
+    assert [["a run" in line, "a run/policy" in line] for line in words] == [
+        *[[True, False]] * 3,  # view, compare, eval
+        [False, True],  # serve
+    ]
+    flags = ["--run", "a run", "--compare", "a run", "--save", "after.jsonl"]
     assert main(["eval", *flags]) == 0
     lines = _lines(capsys)
-    assert ["compared", "with", "run,", "step", "0"] in lines and ["6", "common", "tasks"] in lines
+    assert ["compared", "with", "a", "run,", "step", "0"] in lines
+    assert ["6", "common", "tasks"] in lines
     assert any("0 won, 0 lost, 6 equal" in " ".join(line) for line in lines)
     saved = [json.loads(line) for line in Path("after.jsonl").read_text().splitlines()]
-    with closing(Store(Path("run/store.sqlite"), read_only=True)) as store:
+    with closing(Store(Path("a run/store.sqlite"), read_only=True)) as store:
         trained = task_rewards(store.rollouts(phase="eval"))
     assert {result["id"]: result["rewards"] for result in saved} == trained
     assert len({tuple(rewards) for rewards in trained.values()}) > 1
@@ -72,7 +79,7 @@ def test_a_policy_scores_as_in_its_run(capsys: pytest.CaptureFixture[str]) -> No
     lines = _lines(capsys)
     assert any("0 won, 0 lost, 2 equal" in " ".join(line) for line in lines)
     assert _row(lines, "all")[0] == "2"
-    assert sorted(path.name for path in Path().iterdir() if path.is_dir()) == ["run"]
+    assert sorted(path.name for path in Path().iterdir() if path.is_dir()) == ["a run"]
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])

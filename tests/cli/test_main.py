@@ -150,7 +150,7 @@ def test_stopped_while_it_compiles_it_ends_without_an_error(model_dir: Path) -> 
         (["serve", "--record", "no/such/place"], 1, ("no/such/place", "no/such")),
         (["serve", "--host", "0.0.0.0"], 1, ("'0.0.0.0'", "--api-key")),
         (["serve", "--host", "0.0.0.0", "--api-key", ""], 1, ("'0.0.0.0'", "--api-key")),
-        (["serve", "--host", "203.0.113.1", "--api-key", "k"], 1, ("203.0.113.1:0", "--port")),
+        (["serve", "--host", "203.0.113.1", "--api-key", "k"], 1, ("203.0.113.1:0", "--host")),
     ],
 )
 def test_mistakes_give_one_sentence(

@@ -1,6 +1,7 @@
 """Tests of `lightning-jax try`, on a tiny policy and on another server."""
 
 import re
+import shlex
 from contextlib import closing
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def test_rollouts_are_kept_on_request(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "from-the-environment")
-    record = folder / "kept.sqlite"
+    record = folder / "kept here.sqlite"
     with serving(lambda text: "wrong") as server:
         for _ in range(2):
             flags = ["--url", server.url, "--greedy", "--record", str(record)]
@@ -92,6 +93,8 @@ def test_rollouts_are_kept_on_request(
     with open_run(record) as reader:
         view = reader.rollout(kept[1].rollout_id)
     assert view.calls[0].response == "wrong" and view.notes == (EVALUATION,)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "view" in line][-1:]
+    assert shlex.split(line)[-3:] == ["view", str(record), "ROLLOUT"]
     assert main(["view", str(record)]) == 0
     assert kept[0].rollout_id in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ from lightning_jax.environments import harbor, sandbox
 from lightning_jax.environments.harbor import TestFailure, folders
 from lightning_jax.environments.harbor.folders import NeedsDocker, Setup
 from lightning_jax.errors import UserError
+from lightning_jax.rollouts.outcome import outcome_of
 from lightning_jax.rollouts.program import ExitStatus, OverLimit, TemporaryFailure
 from lightning_jax.types import LLM, Task
 
@@ -202,6 +203,12 @@ def test_rewards_are_read_from_json_first(tmp_path: Path) -> None:
     assert harbor.read_reward(tmp_path) == {"speed": 1.0, "style": 0.5, "reward": 0.75}
     (tmp_path / "reward.json").write_text('{"reward": true, "style": 0.5}')
     assert harbor.read_reward(tmp_path) == {"reward": 1.0, "style": 0.5}
+    (tmp_path / "reward.json").write_text('{"reward": 1, "f1": null, "em": NaN, "note": "x"}')
+    found = harbor.read_reward(tmp_path)
+    assert found is not None and (found["reward"], found["f1"]) == (1.0, None)
+    assert outcome_of(found).reward == 1.0  # counts the others
+    (tmp_path / "reward.json").write_text('{"reward": null, "f1": 0.5}')
+    assert harbor.read_reward(tmp_path) is None
     for text in ("{", "{}", '{"a": "1"}', '{"a": NaN}', "[" * 9999, "x" * 2**17):
         (tmp_path / "reward.json").write_text(text)
         assert harbor.read_reward(tmp_path) is None

@@ -161,6 +161,39 @@ async def test_unknown_urls_have_error_bodies(bench: Bench, method: str, status:
     assert path in reply["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/chat/completions/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/chat/completions", "/v1/chat/completions"),
+        ("/openai/v1/completions", "/v1/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/messages", "/v1/messages"),
+        ("/v1/api/chat", "/api/chat"),
+        ("/v1/embeddings", None),
+        ("/v1", None),
+    ],
+)
+async def test_a_wrong_base_url_is_answered_with_the_right_path(
+    bench: Bench, path: str, meant: str | None
+) -> None:
+    rollout = bench.rollout()
+    root = rollout.base_url.removeprefix(bench.gateway.url).removesuffix("/v1")
+    for prefix in ("", root):
+        async with bench.http.post(f"{bench.gateway.url}{prefix}{path}", json={}) as response:
+            error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (404, "unknown_url")
+        found = f"did you mean {prefix}{meant}?" in error["message"]
+        assert found if meant else "did you mean" not in error["message"]
+
+
+async def test_a_url_of_nothing_says_where_the_api_is(bench: Bench) -> None:
+    async with bench.http.post(f"{bench.gateway.url}/embeddings", json={}) as response:
+        assert "/v1" in (await response.json())["error"]["message"]
+
+
 async def test_a_full_queue_asks_to_come_back(make_bench: MakeBench) -> None:
     async with make_bench(max_queue=0) as bench:
         base = bench.rollout().base_url
@@ -375,10 +408,15 @@ def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
 
 async def test_an_address_that_cannot_be_had_is_one_sentence(bench: Bench) -> None:
     taken = int(bench.gateway.url.rsplit(":", 1)[1])
-    for host, port in (("127.0.0.1", taken), ("no-such-host.invalid", 0)):
-        other = Gateway(bench.loop, bench.store, serve=ServeConfig(host=host, port=port))
+    hosts = ("no-such-host.invalid", "198.51.100.1", "http://127.0.0.1", "a" * 70, "127.0.0.1:80")
+    cases = [("127.0.0.1", taken, "serve.port"), *((host, 0, "serve.host") for host in hosts)]
+    for host, port, key in cases:
+        other = Gateway(
+            bench.loop, bench.store, serve=ServeConfig(host=host, port=port, api_key="k")
+        )
         with pytest.raises(GatewayError) as caught:
             await other.start()
-        assert (caught.value.key, caught.value.reason) == ("serve.port", "address_unavailable")
+        assert (caught.value.key, caught.value.reason) == (key, "address_unavailable")
+        assert ("--port" in str(caught.value)) == (key == "serve.port")
         assert f"{host}:{port}" in str(caught.value) and "\n" not in str(caught.value)
         await other.close()

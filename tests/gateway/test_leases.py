@@ -229,7 +229,7 @@ async def test_routes_need_the_servers_key(bench: Bench, path: str) -> None:
         ({"status": "scored", "reward": float("nan")}, "reward"),
         ({"status": "agent_failure", "reward": 1.0}, "reason"),
         ({"status": "agent_failure", "reason": ""}, "reason"),
-        ({"status": "agent_failure", "reason": "x", "metrics": {"n": "1"}}, "metrics"),
+        ({"status": "agent_failure", "reason": "x", "metrics": ["n"]}, "metrics"),
         ({"status": "agent_failure", "reason": "x", "kind": "other"}, "kind"),
     ],
 )

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextvars
+import os
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ from log_events import events, records
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.rollouts import event_loop
-from lightning_jax.rollouts.agents import Agent, Result, load_agent
+from lightning_jax.rollouts.agents import Agent, Result, call_foreign, load_agent
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.event_loop import PATIENCE, isolate_agent, watched_loop
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
@@ -201,3 +203,81 @@ async def test_waiting_loop_is_not_reported(caplog: pytest.LogCaptureFixture) ->
     with watched_loop(asyncio.get_running_loop(), threading.current_thread(), TICK_S):
         await asyncio.sleep(3 * PATIENCE * TICK_S)
     assert caplog.records == []
+
+
+async def _at_once(agents: dict[str, Agent], tmp_path: Path) -> None:
+    """Run the agents of these names at the same time on one event loop of agents."""
+
+    async def chosen(task: Task, llm: LLM) -> Result:
+        return await agents[task["id"]](task, llm)
+
+    async with isolate_agent(chosen) as isolated, asyncio.TaskGroup() as group:
+        for name in agents:
+            group.create_task(isolated({"id": name}, NOBODY))  # type: ignore[arg-type]
+
+
+async def test_what_agents_share_is_restored_when_none_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[Path] = []
+    moved, looked = asyncio.Event(), asyncio.Event()
+
+    async def moves(task: Task, llm: LLM) -> Result:
+        os.chdir("/")
+        os.umask(0o777)
+        moved.set()
+        await looked.wait()
+        seen.append(Path.cwd())  # not changed while it runs
+        return 1.0
+
+    async def ends(task: Task, llm: LLM) -> Result:
+        await moved.wait()
+        looked.set()
+        return 1.0
+
+    before = os.umask(0o22)
+    try:
+        await _at_once({"moves": moves, "ends": ends}, tmp_path)
+        assert os.umask(0o22) == 0o22
+    finally:
+        os.umask(before)
+    assert (seen, Path.cwd()) == ([Path("/")], tmp_path)
+    assert [r.changed for r in records(caplog, "shared_state_changed")] == [
+        ["working directory", "umask"]
+    ]
+
+
+async def test_agents_do_not_stay_in_a_directory_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[Path] = []
+    left = asyncio.Event()
+
+    async def leaves(task: Task, llm: LLM) -> Result:
+        with tempfile.TemporaryDirectory() as gone:
+            os.chdir(gone)
+        left.set()
+        return 1.0
+
+    async def stays(task: Task, llm: LLM) -> Result:
+        await left.wait()
+        await asyncio.sleep(0.2)
+        seen.append(Path.cwd())
+        return 1.0
+
+    await _at_once({"leaves": leaves, "stays": stays}, tmp_path)
+    assert seen == [tmp_path]
+
+
+async def test_functions_that_never_return_take_no_thread_of_a_pool() -> None:
+    block = threading.Event()
+    try:
+        hanging = [asyncio.create_task(call_foreign("it", block.wait)) for _ in range(40)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 10) == 7
+        assert await asyncio.wait_for(call_foreign("it", lambda: 8), 10) == 8
+    finally:
+        block.set()
+    assert await asyncio.gather(*hanging) == [True] * 40

@@ -20,6 +20,7 @@ from lightning_jax.rollouts.outcome import (
     MAX_REASON,
     LostGateway,
     Outcome,
+    kept_metrics,
     outcome_of,
     outcome_of_error,
 )
@@ -228,8 +229,46 @@ def test_the_limit_of_rewards_is_a_setting() -> None:
     assert "rollout.max_abs_reward" in (outcome_of(3, config=config).detail or "")
 
 
-def test_a_metric_that_no_mean_can_hold_fails_the_agent() -> None:
-    assert outcome_of({"reward": 1.0, "f1": 1e308}).reason == "bad_reward"
+class _Broken:
+    ndim = 0
+
+    def item(self) -> float:
+        raise RuntimeError("a tensor without data")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (None, "null"),
+        (float("nan"), "not_finite"),
+        (np.float32("-inf"), "not_finite"),
+        ("judge said ok", "wrong_type"),
+        ([0.5], "wrong_type"),
+        ({"f1": 0.5}, "wrong_type"),
+        (np.zeros(2), "wrong_type"),
+        (1j, "wrong_type"),
+        (_Broken(), "wrong_type"),
+        (1e308, "too_large"),
+        (10**400, "too_large"),
+    ],
+)
+def test_a_metric_without_a_value_costs_only_itself(value: Any, reason: str) -> None:
+    for reward, status in ((1.0, "scored"), (None, "agent_failure")):  # None: it may be posted
+        outcome = outcome_of({"f1": value, "reward": reward, "em": 0.5})
+        assert (outcome.status, outcome.reward) == (status, reward)
+        assert outcome.metrics == {"em": 0.5, f"dropped_metrics/{reason}/f1": 1.0}
+
+
+def test_a_metric_with_an_odd_name_costs_only_itself() -> None:
+    outcome = outcome_of({"reward": 1.0, ("f1", 2): 0.5, 3: 1.0, "em": 0.5})
+    assert (outcome.status, outcome.metrics) == ("scored", {"em": 0.5, DROPPED_METRICS: 2.0})
+
+
+def test_metrics_that_were_kept_once_are_kept_again() -> None:
+    odd = {"x" * MAX_METRIC_NAME: None, "y" * 101: 1.0, "f1": 0.5, "n": float("nan"), "z": 1.0}
+    once = kept_metrics(odd, 4)
+    assert len(once) == 4 and once[DROPPED_METRICS] == 2.0
+    assert kept_metrics(once, 4) == once
 
 
 def test_metrics_over_the_limit_are_counted() -> None:

@@ -539,6 +539,19 @@ async def numbers(task, llm):
     import numpy
     return {"reward": numpy.float32(1), "n": numpy.int64(3)}
 
+class Broken:
+    ndim = 0
+    def item(self):
+        raise RuntimeError("a tensor without data")
+    def __repr__(self):
+        raise RuntimeError("and without a name")
+
+async def without_values(task, llm):
+    loop = []
+    loop.append(loop)
+    return {"reward": 1.0, "f1": None, "em": float("nan"), "pair": (1, 2), "loop": loop,
+            "broken": Broken(), "log": "x" * 2**21, ("a", "b"): 0.5, "n": 3}
+
 async def named(task, llm):
     return float(__name__ == "agent" and sys.modules["agent"].named is named)
 
@@ -584,6 +597,17 @@ async def test_there_it_has_the_name_by_which_it_can_be_imported(
 async def test_numpys_numbers_come_from_there(other_agents: Path, tmp_path: Path) -> None:
     rollout = await rolled_out(tmp_path, there(other_agents, "numbers"))
     assert (rollout.reward, rollout.metrics) == (1.0, {"n": 3.0}), rollout.detail
+
+
+async def test_metrics_without_a_value_cost_no_reward_there(
+    other_agents: Path, tmp_path: Path
+) -> None:
+    rollout = await rolled_out(tmp_path, there(other_agents, "without_values"))
+    assert (rollout.status, rollout.reward) == ("scored", 1.0), rollout.detail
+    reasons = {"null/f1", "not_finite/em"}
+    reasons |= {f"wrong_type/{name}" for name in ("pair", "loop", "broken", "log")}
+    counts = {f"dropped_metrics/{reason}": 1.0 for reason in reasons}
+    assert rollout.metrics == {"n": 3.0, "('a', 'b')": 0.5, **counts}
 
 
 async def test_its_spans_go_below_the_rollouts(other_agents: Path, tmp_path: Path) -> None:

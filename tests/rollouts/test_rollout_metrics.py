@@ -207,6 +207,22 @@ def test_what_agents_measured_is_averaged() -> None:
     assert parts["eval/agent_f1_mean/hops=3"] == 0.25
 
 
+def test_a_dropped_value_counts_for_its_reason_and_in_no_mean() -> None:
+    dropped = {"dropped_metrics/null/f1": 1.0, "dropped_metrics/not_finite/em": 1.0}
+    rollouts = [
+        _rollout(0, "scored", reward=1.0, metrics={"f1": 1.0, "em": 1.0}),
+        _rollout(1, "scored", reward=1.0, metrics=dropped),
+        _rollout(2, "scored", reward=0.0, metrics={"f1": 0.5}),  # `em` is 0
+        _rollout(3, "agent_failure", reason="deadline"),
+    ]
+    assert {k: v for k, v in eval_metrics(rollouts).items() if k.startswith("eval/agent_")} == {
+        "eval/agent_f1_mean": pytest.approx(1.5 / 3),
+        "eval/agent_em_mean": pytest.approx(1 / 3),
+        "eval/agent_dropped_metrics_null_mean": pytest.approx(1 / 4),
+        "eval/agent_dropped_metrics_not_finite_mean": pytest.approx(1 / 4),
+    }
+
+
 def test_an_evaluation_by_a_field_of_the_tasks() -> None:
     tasks = [{"id": "a", "hops": 2}, {"id": "b", "hops": 3}, {"id": "c", "hops": 2}, {"id": "d"}]
     rollouts = [

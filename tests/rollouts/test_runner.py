@@ -102,6 +102,16 @@ async def test_what_else_an_agent_measured_is_kept(tmp_path: Path) -> None:
         assert runner.store.rollout(rollout.rollout_id) == rollout
 
 
+async def test_metrics_without_a_value_cost_no_reward(tmp_path: Path) -> None:
+    async with _runner(tmp_path, "without_values") as runner:
+        rollout = await _one(runner)
+        assert (rollout.status, rollout.reward) == ("scored", 0.5)
+        reasons = {"not_finite/f1", "null/em", "wrong_type/note"}
+        counts = {f"dropped_metrics/{reason}": 1.0 for reason in reasons}
+        assert rollout.metrics == {"searches": 2.0, **counts}
+        assert runner.store.rollout(rollout.rollout_id) == rollout
+
+
 async def test_a_posted_reward_counts_where_none_is_returned(tmp_path: Path) -> None:
     for agent, reward in (("posts_reward", 0.75), ("posts_and_returns", 0.25)):
         (tmp_path / agent).mkdir()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from remote_server import RemoteServer, serving
 
+from lightning_jax.rollouts.chat import missing_v1
 from lightning_jax.rollouts.config import JudgeConfig, RewardConfig, RolloutConfig
 from lightning_jax.rollouts.judge import Endpoint, Judge
 from lightning_jax.rollouts.rewards import Attempt
@@ -172,9 +173,14 @@ def test_a_bad_component_fails_its_rollout_alone(store: Store, returned: Any, st
     assert store.rollout(bad.rollout_id) == bad
 
 
-def test_a_held_out_component_that_fails_costs_nothing_but_itself(store: Store) -> None:
-    def broken(task: Task, attempt: Attempt) -> float:
-        raise ValueError("no")
+@pytest.mark.parametrize("returned", [ValueError("no"), None, float("nan"), "ok", 1e7])
+def test_a_held_out_component_that_fails_costs_nothing_but_itself(
+    store: Store, returned: Any
+) -> None:
+    def broken(task: Task, attempt: Attempt) -> Any:
+        if isinstance(returned, ValueError):
+            raise returned
+        return returned
 
     rewards = {"agent": RewardConfig(), "audit": RewardConfig(weight=0.0, function=broken)}
     scorer = _scorer(store, rewards)
@@ -397,6 +403,22 @@ def test_a_judge_that_keeps_failing_drops_the_group(
     assert scorer.take_metrics()["reward/best_failed"] == 2.0
     with contextlib.closing(sqlite3.connect(store.path)) as db:
         assert db.execute("SELECT COUNT(*) FROM judge_verdicts").fetchone() == (0,)
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [("http://h:80", "/v1?"), ("http://h/api/", "/api/v1?"), ("http://h/v1/", ""), ("h/v1", "")],
+)
+def test_a_url_without_v1_is_asked_about(url: str, hint: str) -> None:
+    assert hint in (found := missing_v1(url)) and bool(found) == bool(hint)
+
+
+def test_a_judge_without_its_path_names_what_its_url_lacks(store: Store) -> None:
+    with serving(lambda _: 404) as server:
+        server.url = server.url.removesuffix("/v1")
+        scorer = _scorer(store, {"best": _judge(server)}, server)
+        scored = _score(scorer, _finished(store, "91"))
+    assert "/v1" in (scored[0].detail or "") and len(server.bodies) == 1
 
 
 def test_a_judge_that_is_down_or_slow_drops_the_group(store: Store) -> None:

@@ -17,7 +17,7 @@ from log_events import events, records
 from test_runner import SERVE, TASKS, TOY, _model_and_engine, _runner
 
 from lightning_jax.errors import UserError
-from lightning_jax.gateway.leases import LeaseQueue
+from lightning_jax.gateway.leases import LeaseQueue, Report
 from lightning_jax.rollouts import local_workers, worker, workers
 from lightning_jax.rollouts.agents import load_agent
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
@@ -306,6 +306,29 @@ async def test_worker_that_comes_back_late_is_not_counted(
             assert (rollout.status, rollout.reason) == ("infrastructure_failure", "worker_lost")
             await _until(lambda: "lease_refused" in events(caplog))
             assert joined.store.rollout(rollout.rollout_id) == rollout
+
+
+async def test_metrics_without_a_value_pass_a_worker(tmp_path: Path) -> None:
+    async with (
+        _runner(tmp_path, "without_values") as runner,
+        _joined(runner, AgentConfig(f"{TOY}:without_values"), f"{TOY}:without_values") as joined,
+    ):
+        rollouts = [
+            (await run_requests(make_requests(TASKS[:1], "train", step, 1), one))[0]
+            for step, one in enumerate((runner, joined))
+        ]
+    assert [(r.status, r.reward, len(r.metrics)) for r in rollouts] == [("scored", 0.5, 4)] * 2
+    assert rollouts[0].metrics == rollouts[1].metrics
+
+
+def test_metrics_that_another_worker_reports_are_kept_or_counted() -> None:
+    metrics = {"f1": None, "em": 0.5, "note": "well done"}
+    report = Report(status="scored", reward=0.5, metrics=metrics)
+    assert workers._outcome_of(report, RolloutConfig()).metrics == {
+        "em": 0.5,
+        "dropped_metrics/null/f1": 1.0,
+        "dropped_metrics/wrong_type/note": 1.0,
+    }
 
 
 async def test_worker_without_a_tasks_path_lets_others_try(tmp_path: Path) -> None:

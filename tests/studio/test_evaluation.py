@@ -60,6 +60,9 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     (result,) = task_results(rollouts, calls)
     assert (result.rewards, result.failures) == ((0.0, 0.5, 1.0), {"crash": 1})
     assert result.metrics == {"f1": 0.5} and result.num_calls == (1, 1, 1, 1)
+    rollouts.append(rollout(4, 1.0, phase="eval", metrics={"dropped_metrics/null/f1": 1.0}))
+    calls[rollouts[-1].rollout_id] = Calls(1, 1, 0)
+    assert task_results(rollouts, calls)[0].metrics["f1"] == 0.5  # of those that have a value
     path = tmp_path / "results.jsonl"
     write_results(path, [result])
     assert read_rewards(path) == (str(path), {"task_0": [0.0, 0.5, 1.0]})

@@ -10,7 +10,7 @@ from log_events import records
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import load_tasks
-from lightning_jax.train.task_files import DatasetError
+from lightning_jax.train.record_files import DatasetError
 
 LOADER = """
 def load(root, split, cache_dir, *, size: int = 10, kinds: tuple[str, ...] = ("x",)):

@@ -165,7 +165,7 @@ async def test_rollouts_of_one_name_are_a_group_and_a_full_one_is_followed_by_an
         ]
         for number, opened in enumerate((joined, first, third)):
             await product.answer(opened)
-            ended = await product.end(opened, reward=0.25 * number, metrics={"f1": 1.0})
+            ended = await product.end(opened, reward=0.25 * number, metrics={"f1": 1.0, "em": None})
             assert (ended["status"], ended["reward"]) == ("scored", 0.25 * number)
         assert not taking.done()
         last = await product.open(task_id="known")
@@ -177,6 +177,9 @@ async def test_rollouts_of_one_name_are_a_group_and_a_full_one_is_followed_by_an
             ["train-00000-001-00-1", "train-00000-001-01-1"],
         ]
         assert [rollout.reward for rollout in taken[0].rollouts] == [0.25, 0.0]
+        assert [rollout.metrics for rollout in taken[0].rollouts] == [
+            {"f1": 1.0, "dropped_metrics/null/em": 1.0}
+        ] * 2
         assert taken[1].task == TASKS[0]
         assert {(r.status, r.reason) for r in taken[1].rollouts} == {
             ("agent_failure", "reported_error")

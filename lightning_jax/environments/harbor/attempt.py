@@ -32,6 +32,7 @@ from lightning_jax.loading import find_program
 from lightning_jax.rollouts.process import Ended
 from lightning_jax.rollouts.program import OverLimit, check_status, inherited, last_words
 from lightning_jax.rollouts.visibility import program_environment, task_variable
+from lightning_jax.system.proxies import with_direct_host
 from lightning_jax.system.trees import remove_tree
 from lightning_jax.types import LLM, Task
 
@@ -56,7 +57,7 @@ async def run(
     agent_timeout_s: float = 120.0,
     test_timeout_s: float = 60.0,
     limits: dict[str, int] | None = None,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Run a command-line agent on a task, then the task's test script. Return its reward.
 
     `sandbox` is auto, namespaces, processes, or docker, for the command in the task's image.
@@ -80,7 +81,7 @@ async def run(
     with open_box(kind, setup.workdir, visible, [task["root"]], setup.variables) as box:
         place_files(folder, setup, box)
         known = start.known(_located(task["instruction"], box))
-        variables = {**outer, **_variables(known, llm)}
+        variables = with_direct_host({**outer, **_variables(known, llm)}, llm.base_url)
         ended = await run_boxed(
             box, _filled(words, known), variables, json.dumps(known).encode(), agent_limits
         )
@@ -114,10 +115,11 @@ async def _run_in_docker(
     start: _Start,
     agent_limits: BoxLimits,
     test_limits: BoxLimits,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Run the agent and the tests in a container of the task's image."""
     known = start.known(start.task["instruction"])
     variables = _variables(known, start.llm) | _chosen(start.env)
+    variables = with_direct_host(variables, start.llm.base_url)
     words = _filled(_words(start.command), known)
     stdin = json.dumps(known).encode()
     async with open_container(folder, settings, agent_limits) as container:
@@ -144,8 +146,8 @@ async def _run_in_docker(
 
 async def run_tests(
     folder: Path, box: Box, settings: Mapping[str, Any], limits: BoxLimits
-) -> dict[str, float]:
-    """Run the test script in a box, and return the numbers that it wrote as `reward` and others.
+) -> dict[str, Any]:
+    """Run the test script in a box, and return what it wrote, a `reward` and others.
 
     Raises TestFailure if there are none.
     """
@@ -161,7 +163,7 @@ async def run_tests(
     return _reward_of(ended, limits, box.logs / "verifier")
 
 
-def _reward_of(ended: Ended, limits: BoxLimits, folder: Path) -> dict[str, float]:
+def _reward_of(ended: Ended, limits: BoxLimits, folder: Path) -> dict[str, Any]:
     """Return what the test script wrote. Raises TestFailure if that is no reward."""
     if ended.exceeded is not None:
         raise TestFailure(f"the test script used more than {_limit(ended, limits)}")
@@ -179,8 +181,8 @@ def _test_variables(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in given.items()}
 
 
-def read_reward(folder: Path) -> dict[str, float] | None:
-    """Return the numbers in reward.json or reward.txt, with one named `reward`, or None.
+def read_reward(folder: Path) -> dict[str, Any] | None:
+    """Return what is in reward.json or reward.txt, with a finite number named `reward`, or None.
 
     Several numbers without that name are averaged. Links are not followed.
     """
@@ -191,11 +193,14 @@ def read_reward(folder: Path) -> dict[str, float] | None:
             return None
         if not isinstance(found, dict) or not found:
             return None
-        if not all(type(value) in (int, float, bool) for value in found.values()):
+        counted = [found["reward"]] if "reward" in found else list(found.values())
+        if not all(type(value) in (int, float, bool) for value in counted):
             return None
-        numbers = {name: float(value) for name, value in found.items()}
-        numbers.setdefault("reward", math.fsum(numbers.values()) / len(numbers))
-        return numbers if all(map(math.isfinite, numbers.values())) else None
+        try:
+            reward = math.fsum(map(float, counted)) / len(counted)
+        except OverflowError:
+            return None
+        return {**found, "reward": reward} if math.isfinite(reward) else None
     text = _read_plain(folder / "reward.txt")
     try:
         value = float(text or "")

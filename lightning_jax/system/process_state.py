@@ -1,0 +1,143 @@
+"""State that all code of a process shares, and that foreign code in it may change.
+
+Agents that are functions run in the process of the run. A directory, a umask or a filter of
+warnings that one of them leaves behind would be that of the run and of all other agents.
+"""
+
+import contextlib
+import locale
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+PACKAGE = "lightning_jax"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One thing that a process has once: how to read it and how to set it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def _directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return None
+
+
+def _umask() -> int:
+    found = os.umask(0o077)  # it can only be read by setting it
+    os.umask(found)
+    return found
+
+
+def _errors_of_warnings() -> tuple[Any, ...]:
+    """Return the filters that turn warnings into errors, which code of others may not expect."""
+    return tuple(found for found in warnings.filters if found[0] == "error")
+
+
+def _forget_errors(kept: tuple[Any, ...]) -> None:
+    left = [found for found in warnings.filters if found[0] != "error" or found in kept]
+    warnings.filters[:] = left  # type: ignore[index]
+    with warnings.catch_warnings():  # tells the interpreter that they have changed
+        pass
+
+
+def _silenced() -> tuple[int, tuple[str, ...]]:
+    """Return the level below which nothing is logged, and the loggers of ours that are off."""
+    manager = logging.root.manager
+    ours = [
+        name
+        for name, logger in manager.loggerDict.items()
+        if name.startswith(PACKAGE) and getattr(logger, "disabled", False)
+    ]
+    return manager.disable, tuple(sorted(ours))
+
+
+def _speak(state: tuple[int, tuple[str, ...]]) -> None:
+    level, off = state
+    logging.disable(level)
+    for name in set(_silenced()[1]) - set(off):
+        logging.getLogger(name).disabled = False
+
+
+def _set_directory(path: str | None) -> None:
+    if path is not None:
+        os.chdir(path)
+
+
+def _handlers() -> tuple[Any, ...]:
+    return tuple(map(signal.getsignal, STOP_SIGNALS))
+
+
+def _set_handlers(handlers: tuple[Any, ...]) -> None:
+    if threading.current_thread() is threading.main_thread():  # others may not set them
+        for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+PARTS = {
+    "working directory": _Part(_directory, _set_directory),
+    "umask": _Part(_umask, os.umask),
+    "sys.stdout": _Part(lambda: sys.stdout, lambda value: setattr(sys, "stdout", value)),
+    "sys.stderr": _Part(lambda: sys.stderr, lambda value: setattr(sys, "stderr", value)),
+    "directory of temporary files": _Part(
+        lambda: tempfile.tempdir, lambda value: setattr(tempfile, "tempdir", value)
+    ),
+    "filters of warnings": _Part(_errors_of_warnings, _forget_errors),
+    "logging": _Part(_silenced, _speak),
+    "locale": _Part(
+        lambda: locale.setlocale(locale.LC_ALL),
+        lambda value: locale.setlocale(locale.LC_ALL, value),
+    ),
+    "timeout of sockets": _Part(socket.getdefaulttimeout, socket.setdefaulttimeout),
+    "handlers of SIGINT and SIGTERM": _Part(_handlers, _set_handlers),
+}
+
+
+class ProcessState:
+    """The shared state at the time when this object is made."""
+
+    def __init__(self) -> None:
+        tempfile.gettempdir()  # chosen now
+        self._found = {name: part.read() for name, part in PARTS.items()}
+
+    @property
+    def is_unusable(self) -> bool:
+        """True if code fails that has changed nothing: a directory is gone, or output is closed."""
+        streams = (sys.stdout, sys.stderr)
+        return (
+            _directory() is None
+            or not os.path.isdir(tempfile.gettempdir())
+            or any(getattr(stream, "closed", False) for stream in streams)
+        )
+
+    def restore(self) -> list[str]:
+        """Restore what has changed, and return its names."""
+        changed = [name for name, part in PARTS.items() if part.read() != self._found[name]]
+        for name in changed:
+            with contextlib.suppress(OSError, ValueError, locale.Error):
+                PARTS[name].write(self._found[name])
+        return changed
+
+
+@contextlib.contextmanager
+def kept_process() -> Iterator[ProcessState]:
+    """Restore the shared state at the end of this context."""
+    state = ProcessState()
+    try:
+        yield state
+    finally:
+        state.restore()

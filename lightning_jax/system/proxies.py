@@ -1,0 +1,61 @@
+"""Variables that send a process's HTTP calls to a proxy, and the hosts that are exempt from them.
+
+A call to the run's own address must not go to a proxy: it would answer for a host that it does not
+know, and the agent would see nothing but a failed connection.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from urllib.parse import urlsplit
+
+log = logging.getLogger(__name__)
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+EXEMPT = ("no_proxy", "NO_PROXY")  # clients read one or the other
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def with_direct_host(environment: Mapping[str, str], url: str) -> dict[str, str]:
+    """Return the variables of a process, with the host of `url` exempt from proxies.
+
+    On macOS these variables would turn off the system's own proxies, so without a proxy in the
+    environment they are left alone there.
+    """
+    changed, host = dict(environment), urlsplit(url).hostname
+    if not host or (sys.platform == "darwin" and not proxies_in(environment)):
+        return changed
+    hosts = LOOPBACK if host in LOOPBACK else (host,)
+    known = {name: environment[name] for name in EXEMPT if name in environment}
+    for name in EXEMPT:
+        before = known.get(name, next(iter(known.values()), ""))
+        entries = [entry.strip() for entry in before.split(",") if entry.strip()]
+        if "*" not in entries:  # then nothing goes to a proxy
+            entries += [host for host in hosts if host not in entries]
+        changed[name] = ",".join(entries)
+    return changed
+
+
+def go_direct(url: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let the calls of this process to the host of `url` go around any proxy.
+
+    Log it once if there is one.
+    """
+    changed = with_direct_host(environment, url)
+    new = {name: changed[name] for name in EXEMPT if environment.get(name) != changed.get(name)}
+    if not new:
+        return
+    environment.update(new)
+    if names := proxies_in(environment):
+        log.info(
+            "calls to %s go around the proxy of %s: it was added to NO_PROXY",
+            urlsplit(url).hostname,
+            ", ".join(names),
+            extra={"event": "direct_host", "host": urlsplit(url).hostname, "proxies": names},
+        )
+
+
+def proxies_in(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that set a proxy."""
+    return sorted(name for name, value in environment.items() if name.lower() in PROXIES and value)
