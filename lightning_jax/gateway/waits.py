@@ -12,6 +12,7 @@ class Lost(NamedTuple):
 
     total_s: float = 0.0
     latest_s: float = 0.0  # since a response of it last got its first token
+    silent_s: float = 0.0  # in which nobody heard of its worker
 
 
 class Waits:

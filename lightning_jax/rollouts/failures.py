@@ -2,7 +2,7 @@
 
 import logging
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from lightning_jax.types import Rollout
 log = logging.getLogger(__name__)
 
 MAX_DETAIL_CHARS = 240  # of a failure's detail
+MIN_OF_WORKER = 3  # failures that make a worker worth naming
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def failures(rollouts: Sequence[Rollout]) -> tuple[Failure, ...]:
         if rollout.reason is not None:
             alike[rollout.status, rollout.reason].append(rollout)
     found = [
-        Failure(*key, len(those), those[0].rollout_id, _one_line(those[0].detail or ""))
+        Failure(*key, len(those), those[0].rollout_id, _detail(those))
         for key, those in alike.items()
     ]
     return tuple(sorted(found, key=lambda failure: -failure.count))
@@ -139,6 +140,15 @@ class FailureWatch:
 
 def _such_as(failure: Failure) -> str:
     return f"{failure.example}: {failure.reason}: {failure.detail}".rstrip(": .")
+
+
+def _detail(alike: Sequence[Rollout]) -> str:
+    """Return the detail of the first failure, and the worker that has most of several."""
+    detail = _one_line(alike[0].detail or "")
+    ((worker, number),) = Counter(rollout.worker for rollout in alike).most_common(1)
+    if worker is None or number < MIN_OF_WORKER or 2 * number <= len(alike):
+        return detail
+    return f"{detail} ({number} in worker {worker})".strip()
 
 
 def _one_line(text: str) -> str:

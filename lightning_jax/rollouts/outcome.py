@@ -25,6 +25,8 @@ MAX_METRIC_NAME = 100  # characters
 MAX_METRIC = 1e30  # magnitude; sums over a step stay finite in float32
 # Reasons of rollouts that took too long. In the second, calls waited for most of the time.
 DEADLINE, DEADLINE_IN_QUEUE = "deadline", "deadline_in_queue"
+BAD_REWARD = "bad_reward"
+SILENCES = "silences_workers"  # the agent holds the interpreter of its worker
 SERVER_LOST = "server_lost"  # the rollout's sampler died or stopped answering
 DROPPED_METRICS = "dropped_metrics"  # counts the metrics beyond the limit
 
@@ -155,7 +157,7 @@ def _is_library(filename: str) -> bool:
 
 def _bad(name: Any, value: Any, expected: str) -> Outcome:
     return failure(
-        "bad_reward",
+        BAD_REWARD,
         storable(
             f"the agent returned {repr(value)[:200]} as {str(name)[:50]}; expected a {expected}"
         ),

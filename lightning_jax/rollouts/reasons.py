@@ -77,8 +77,18 @@ REASONS = {
     ),
     "worker_lost": Reason(
         "infrastructure",
-        "a worker died, or sent no heartbeat for `agent.lease_s`",
+        "a worker died, or one on another machine sent no heartbeat for `agent.lease_s`",
         "the rollout is tried on another worker; look at what the worker printed",
+    ),
+    "worker_silent": Reason(
+        "infrastructure",
+        "a worker sent no heartbeat for `agent.lease_s`, was ended and replaced",
+        "the rollout is tried again where nothing else runs; look for `silences_workers`",
+    ),
+    "silences_workers": Reason(
+        "agent",
+        "the agent silenced a second worker, in which nothing else ran",
+        "look for code that holds the interpreter, such as a slow regular expression",
     ),
     "worker_stopped": Reason(
         "infrastructure",

@@ -21,6 +21,7 @@ from lightning_jax.rl.staleness import newest_version
 from lightning_jax.rollouts.external import EXPIRED, ExternalAgents
 from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, group_id
+from lightning_jax.rollouts.workers import Execution
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.config import Config
 from lightning_jax.train.open_group import OpenGroup
@@ -218,9 +219,8 @@ class ExternalGroups:
                     store.add_external_group,
                     *(request.group_id, request.step, group.name, group.task),
                 )
-            rollout = await self._runner.run_once(
-                request, attempt, partial(self._agents.run, opened), draw=attempt
-            )
+            execution = Execution(partial(self._agents.run, opened))
+            rollout = await self._runner.run_once(request, attempt, execution, draw=attempt)
             await self._finish(group, rollout)
         except Exception as error:  # noqa: BLE001  (of our code: `take` raises it)
             self._error = error

@@ -110,7 +110,7 @@ async def test_prompts_reach_functions_and_programs(tmp_path: Path) -> None:
         assert await make_agent(config)({"id": "a"}, llm) == 8
     with pytest.raises(Exception, match=r"prompts\.writer"):
         await make_agent(AgentConfig(f"{file}:run", python=sys.executable))({"id": "a"}, URL)
-    work = LeasedWork("r", {"id": "a"}, llm, 1.0, 1, 1.0)
+    work = LeasedWork("r", {"id": "a"}, llm, 1.0, 1)
     assert LeasedWork.from_json(json.loads(work.to_json())) == work
 
 

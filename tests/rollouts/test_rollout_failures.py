@@ -10,7 +10,7 @@ import pytest
 from coded import raises_coded
 from log_events import records
 
-from lightning_jax.rollouts.failures import BrokenAgent, Failure, FailureWatch
+from lightning_jax.rollouts.failures import BrokenAgent, Failure, FailureWatch, failures
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.types import Rollout, RolloutStatus, Span
@@ -98,3 +98,21 @@ def test_an_agent_that_mostly_fails_for_one_reason_ends_the_run_at_the_second_st
     tolerant = FailureWatch(store, max_share=1.0)
     for number in range(3):
         tolerant.observe(step(3), f"train {number}")
+
+
+@pytest.mark.parametrize(
+    ("workers", "named"),
+    [
+        (["a", "a", "a", "b"], "no file (3 in worker a)"),
+        (["a", "a", "b", "b", "a", "b"], "no file"),  # each has half
+        (["a", "a"], "no file"),
+        ([None] * 5, "no file"),
+    ],
+)
+def test_worker_with_most_failures_is_named(workers: list[str | None], named: str) -> None:
+    failed = [
+        replace(rollout(n, "agent_failure", "FileNotFoundError", "no file"), worker=worker)
+        for n, worker in enumerate(workers)
+    ]
+    (found,) = failures(failed)
+    assert (found.count, found.detail) == (len(workers), named)

@@ -162,6 +162,8 @@ async def test_outcomes_have_the_same_words(
             async with _joined(runner, config, f"{TOY}:{function}") as joined:
                 runner = joined if where == "worker" else runner
                 (rollout,) = await run_requests(requests, runner)
+                assert rollout.worker == (None if where == "here" else "w")
+                rollout = replace(rollout, worker=None)
                 found.append((rollout, len(runner.store.spans(rollout.rollout_id))))
     (here, num_spans), (there, _) = found
     assert (there.status, there.reason) == (status, reason)
@@ -294,7 +296,7 @@ async def test_worker_that_stops_gives_its_rollouts_back(tmp_path: Path) -> None
 async def test_worker_that_comes_back_late_is_not_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "BEATS", 0.01)  # no heartbeat in this test
+    monkeypatch.setattr(worker, "beat_s", lambda lease_s: 30.0)  # no heartbeat in this test
     caplog.set_level("INFO", "lightning_jax")
     async with _runner(tmp_path, "slow", max_attempts=1, max_infrastructure_failures=1.0) as runner:
         path = tmp_path / "late.py"
@@ -373,7 +375,7 @@ async def test_worker_waits_for_a_server_that_starts_again(
 async def test_run_without_workers_says_how_to_start_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "HINT_S", 0.05)
+    monkeypatch.setattr(workers, "UNASKED_S", 0.05)
     async with _local(tmp_path, AgentConfig(f"{TOY}:measured"), 0) as runner:
         running = asyncio.create_task(run_requests(make_requests(TASKS, "train", 0, 1), runner))
         await _until(lambda: "no_worker" in events(caplog))
