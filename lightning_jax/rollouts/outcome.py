@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from lightning_jax.rollouts.agent_child import address_of, faults_of, members
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.system.descriptors import is_exhausted
+from lightning_jax.system.exhaustion import lacks_resources
 from lightning_jax.types import LLM, RolloutStatus
 
 # Folders whose frames say little about an agent's error.
@@ -114,14 +114,17 @@ def outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
     """
     try:
         return _outcome_of_error(error, llm)
+    except MemoryError:
+        detail = "memory ran out while its error was read"
+        return Outcome("infrastructure_failure", None, "MemoryError", detail)
     except BaseException:  # noqa: BLE001  (the agent's own class may fail anywhere)
         return failure("unreadable_error", "the agent raised an error whose message cannot be read")
 
 
 def _outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
     errors = members(error)
-    # Agents share this process's descriptors, so running out is not one agent's fault.
-    faults = [fault for fault in faults_of(errors) if not is_exhausted(fault)]
+    # Agents share memory, threads and descriptors, so running out is not one agent's fault.
+    faults = [fault for fault in faults_of(errors) if not lacks_resources(fault)]
     first = (faults or errors)[0]
     reason = storable(type(first).__name__[:MAX_REASON]) or "unnamed_error"
     if type(first) is SystemExit:  # raised again, it would end the whole run

@@ -67,6 +67,12 @@ REASONS = {
         "a program used more than `agent.max_processes` or `agent.memory_mib`",
         "raise the limit that the detail names",
     ),
+    "MemoryError": Reason(
+        "infrastructure",
+        "memory ran out in a process without `agent.memory_mib`; so does RuntimeError if no thread "
+        "is left, and OSError if no file descriptor is",
+        "lower `rollout.concurrency`, or free memory",
+    ),
     "TemporaryFailure": Reason(
         "infrastructure",
         "a program ended with exit status 75: something that it needs is down",
