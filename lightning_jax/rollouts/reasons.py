@@ -113,12 +113,13 @@ REASONS = {
     ),
     "expired": Reason(
         "infrastructure",
-        "a rollout from outside had no request for `agent.idle_s`, and no reward",
+        "a rollout from outside had no request for `agent.idle_s`, and no reward; or none in 30 s "
+        "since it was opened, and another took its place",
         "end each rollout; raise `agent.idle_s` if its users think for longer",
     ),
     "discarded": Reason(
         "infrastructure",
-        "a program outside ended its rollout with `discard`",
+        "a program outside ended its rollout with `discard`, or hung up before it was open",
         "nothing: that was its choice",
     ),
     "stop": Reason(
