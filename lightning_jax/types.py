@@ -176,6 +176,7 @@ class Rollout:
     superseded: bool = False  # True if settings changed since, so that it is not reused
     # Rewards by component of the config's `rewards`; empty: not scored by them.
     components: dict[str, float] = field(default_factory=dict)
+    worker: str | None = None  # that ran the agent; None: the trainer's process, or a program's
 
 
 def fill_default(record: Any, name: str, value: Any, *, like: str) -> None:

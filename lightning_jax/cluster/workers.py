@@ -17,6 +17,10 @@ END_S = 5.0  # for a worker to give its rollouts back
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0  # before a worker is started again
 
 
+class WorkerSilent(Exception):
+    """Silence of a worker that may still run."""
+
+
 class ClusterWorkers:
     """Workers of one run in a Ray cluster."""
 
@@ -28,7 +32,7 @@ class ClusterWorkers:
         )
 
     async def keep(self, index: int, settings: dict[str, Any], queue: LeaseQueue) -> None:
-        """Run a worker, and start it again whenever it is lost. If cancelled, end it.
+        """Run a worker, and start it again whenever it is lost or silent. If cancelled, end it.
 
         If the cluster has no room or the agent is unusable, all that waits for a worker fails.
         """
@@ -41,7 +45,9 @@ class ClusterWorkers:
                 return
             log.info("worker %d runs agents at %s", index, host)
             try:
-                error = await result(actor.run.remote(settings))
+                error = await _unless_silent(actor.run.remote(settings), settings["name"], queue)
+            except WorkerSilent:
+                continue
             except self._ray.exceptions.RayError as lost:
                 why = last_line(lost)
             except asyncio.CancelledError:
@@ -65,3 +71,20 @@ class ClusterWorkers:
     async def _stop(self, actor: Any) -> None:
         stopping = asyncio.wrap_future(actor.stop.remote().future())
         await wait_to_end([stopping], END_S)
+
+
+async def _unless_silent(running: Any, name: str, queue: LeaseQueue) -> dict[str, Any] | None:
+    """Return the error of an agent that is unusable. Raises WorkerSilent if its worker is silent.
+
+    Errors of Ray are raised, too.
+    """
+    ended = asyncio.create_task(result(running))
+    silent = asyncio.create_task(queue.silence(name))
+    try:
+        await asyncio.wait({ended, silent}, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            raise WorkerSilent
+        return ended.result()
+    finally:
+        ended.cancel()
+        silent.cancel()

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_jax.engine.cache.prefix_cache import PrefixCache
 from lightning_jax.engine.decode import Request, Stepper, Steps
-from lightning_jax.engine.generation import Delivery
+from lightning_jax.engine.generation import Delivery, EngineError
 from lightning_jax.engine.grammar import GrammarCompiler, GrammarError
 from lightning_jax.engine.grammar_process import GrammarProcessLost, wait_readable
 from lightning_jax.engine.prefill import Prompts
@@ -172,10 +172,15 @@ class Batcher:
         except (GrammarError, GrammarProcessLost, OSError) as error:
             number = len(request.response.tokens)
             log.warning("a grammar failed after %d tokens: %s", number, error)
-            self._finish(request, "error")
+            self._finish(request, "error", None if isinstance(error, GrammarError) else str(error))
 
-    def _finish(self, request: Request | None, reason: FinishReason) -> None:
-        """End a waiting or running request. Do nothing if it has already ended."""
+    def _finish(
+        self, request: Request | None, reason: FinishReason, failure: str | None = None
+    ) -> None:
+        """End a waiting or running request. Do nothing if it has already ended.
+
+        With a `failure` of the machine, which the grammar has not caused, it has no completion.
+        """
         if request is None or request.finished:
             return
         request.finished = True
@@ -189,8 +194,8 @@ class Batcher:
             request.adjuster.end()
         self._counts["cancelled"] += reason == "cancelled"
         self._counts["grammar_errors"] += reason == "error"
-        completion = request.response.completion(reason)
-        self._outgoing.append(Delivery(request.generation, None, completion))
+        outcome = request.response.completion(reason) if failure is None else EngineError(failure)
+        self._outgoing.append(Delivery(request.generation, None, outcome))
 
     def _retire(self) -> None:
         """Cache the keys and values of ended requests, and stop their slots.

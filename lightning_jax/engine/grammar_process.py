@@ -19,6 +19,8 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.system.child_process import END_S, ChildProcess
 
+# Signals of a fault in the process itself.
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 CHILD = Path(__file__).with_name("grammar_child.py")
 
 
@@ -86,15 +88,23 @@ class GrammarProcess:
             return GrammarProcessLost("the grammar's process was lost; send the call again")
         limits = self._limits
         match report[0]:
-            case signal.SIGPROF | signal.SIGALRM:
+            case signal.SIGPROF:
                 reason = "time"
                 bound = f"serve.grammar_timeout_s allows {limits.timeout_s:g} s of CPU time"
-            case signal.SIGABRT | signal.SIGKILL:
+            case signal.SIGABRT:
                 reason = "memory"
                 bound = f"serve.grammar_memory_mib allows {limits.memory_mib:g} MiB"
-            case number:
+            case number if number in CRASHES:
                 reason = "crash"
                 bound = f"the grammar library ended with signal {number}"
+            case signal.SIGALRM:
+                return GrammarProcessLost(
+                    "the machine was too busy for the grammar's process; send the call again"
+                )
+            case number:  # SIGKILL is the kernel's, when the machine's memory runs out
+                return GrammarProcessLost(
+                    f"signal {number} ended the grammar's process; send the call again"
+                )
         return GrammarError(f"the grammar is too complex: {bound}. Simplify the schema.", reason)
 
 

@@ -43,7 +43,7 @@ from lightning_jax.gateway.request import POLICY
 from lightning_jax.gateway.responder import PolicyLoop, Responder
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
-from lightning_jax.gateway.waits import Lost
+from lightning_jax.gateway.waits import Lost, counted_for
 from lightning_jax.traces import otlp
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.sink import SpanSink
@@ -279,9 +279,10 @@ class Gateway:
         rollout = self._callers.rollout_of(request)  # again: it may have ended in the meantime
         assert rollout is not None, "the path holds a rollout"
         should_count = self._callers.may_report(request)
-        return web.json_response(
-            await self._reports.reward(body, rollout, should_count=should_count)
-        )
+        with counted_for(rollout.waits):
+            return web.json_response(
+                await self._reports.reward(body, rollout, should_count=should_count)
+            )
 
     async def _spans(self, request: web.Request) -> web.Response:
         """Record spans sent over OTLP/HTTP.
@@ -294,7 +295,8 @@ class Gateway:
         rollout = self._callers.rollout_of(request)
         owner = rollout.owner if rollout else self._callers.span_owner(request)
         should_count = self._callers.may_report(request)
-        with owner.export() if owner else nullcontext():
+        waits = rollout.waits if rollout else None
+        with counted_for(waits), owner.export() if owner else nullcontext():
             raw = await self._bodies.read(request)
             async with owner.turn if owner else nullcontext():
                 body = await self._bodies.json(raw) if kind == otlp.JSON else raw

@@ -19,6 +19,7 @@ CODES = {
     "no_external_rollouts": (404, "a rollout is opened from outside, and the run takes none"),
     "task_not_found": (404, "a rollout is opened for a task that the run does not have"),
     "wrong_agent": (409, "a worker has another agent than the run; the message names the setting"),
+    "other_release": (409, "a worker's release has another version of the lease protocol"),
     "lease_over": (410, "a worker reports late: its lease is over, and the message says why"),
     "body_too_large": (413, "the body exceeds `serve.max_body_mib` or `serve.max_json_values`"),
     "too_many_spans": (413, "the rollout exceeds `rollout.max_spans` or `rollout.max_spans_mib`"),

@@ -57,7 +57,10 @@ class ExternalRollouts(Protocol):
     """Run that takes rollouts from outside."""
 
     async def open(self, fields: OpenFields) -> tuple[str, LLM]:
-        """Return the id of a new rollout and how to call the policy. Raise ApiError if refused."""
+        """Return the id of a new rollout and how to call the policy. Raise ApiError if refused.
+
+        If cancelled, because the caller hung up, end the rollout.
+        """
         ...
 
     async def end(self, rollout_id: str, fields: EndFields) -> Rollout:

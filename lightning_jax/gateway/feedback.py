@@ -12,6 +12,7 @@ from lightning_jax.gateway.fields import Body, Fields, Integer, brief, read
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.owners import Owner, Owners
 from lightning_jax.gateway.sessions import AnsweredCall, OpenRollout
+from lightning_jax.gateway.waits import waiting_for_store
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import OpenSpan, parent_in
 from lightning_jax.traces.otlp import MAX_SPAN_BYTES, MAX_SPANS, Export, stored_size
@@ -102,7 +103,8 @@ class Reports:
         refused[TOO_MANY_KEPT] += len(sized) - len(fitting)
         for part in _parts(fitting):  # so that spans of calls can go in between
             spans = [span for span, _ in part]
-            are_new, num_taken = await self._store.record_posted(owner.rollout_id, spans)
+            with waiting_for_store():
+                are_new, num_taken = await self._store.record_posted(owner.rollout_id, spans)
             refused[FOREIGN] += num_taken
             sent_twice = [
                 size for (_, size), is_new in zip(part, are_new, strict=True) if not is_new
@@ -178,7 +180,8 @@ class Reports:
         assert self._store is not None, "a call is answered once its span is in the store"
         rollout.owner.use(1, size)
         rollout.call_rewards[known_id, choice] = total
-        await self._store.record(rollout_id, span)
+        with waiting_for_store():
+            await self._store.record(rollout_id, span)
         return {"rollout": rollout_id, "call": known_id, "choice": choice, "reward": reward}
 
 

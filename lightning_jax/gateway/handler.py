@@ -28,6 +28,8 @@ from lightning_jax.gateway.retries import (
 from lightning_jax.gateway.routing import Route, read_traits
 from lightning_jax.gateway.sessions import HandledCall
 from lightning_jax.gateway.streaming import EventStream
+from lightning_jax.gateway.waits import counted_for
+from lightning_jax.system.exhaustion import lacks_resources
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,8 @@ class CallHandler:
                 rollout = self._callers.admit(request, dialect)
                 call = HandledCall(request, rollout)
                 counted = rollout.counted(call) if rollout else contextlib.nullcontext()
-                with counted, _our_fault(call):
+                waits = rollout.waits if rollout else None
+                with counted, counted_for(waits), _our_fault(call):
                     response = await self._answer(dialect, call, stream)
                 outcome.status = response.status
                 return response
@@ -192,7 +195,7 @@ def _our_fault(call: HandledCall) -> Iterator[None]:
         raise
     except Exception as error:
         log.exception("a call failed")
-        short = isinstance(error, OSError | MemoryError)
+        short = isinstance(error, OSError) or lacks_resources(error)
         raise our_fault(error, infrastructure=call.reached_engine or short) from error
 
 

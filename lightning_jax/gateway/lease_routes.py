@@ -1,26 +1,38 @@
 """HTTP routes through which workers take leases, keep them and report. They need the server's key.
 
-POST /v1/leases/take        {"worker", "agent"} -> {"lease": id, "work": ...}, or a null lease
+POST /v1/leases/take        {"worker", "agent", "version"} -> {"version", "lease_s", "lease": id,
+                            "work": ...}, or a null lease
 POST /v1/leases/heartbeat   {"leases": [id, ...]} -> {"over": {id: why}}
 POST /v1/leases/ID/report   a `Report`; 410 if the lease is over
 """
 
-from typing import TypeVar
+import json
+from typing import Annotated, TypeVar
 
 from aiohttp import web
+from pydantic import Field
 
 from lightning_jax.gateway.auth import Callers
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import Fields, Listed, Name, brief, read
+from lightning_jax.gateway.fields import Fields, Integer, Listed, brief, read
 from lightning_jax.gateway.http import Bodies
-from lightning_jax.gateway.leases import LeaseQueue, Report
+from lightning_jax.gateway.lease_protocol import VERSION
+from lightning_jax.gateway.lease_report import Report
+from lightning_jax.gateway.leases import LeaseQueue
 
 F = TypeVar("F", bound=Fields)
 
 
+# Shown in logs, so without control characters.
+WorkerName = Annotated[
+    str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")
+]
+
+
 class TakeFields(Fields):
-    worker: Name
+    worker: WorkerName
     agent: dict[str, str]  # a digest of each setting of the worker's agent
+    version: Integer = 0  # of the protocol; workers before version 1 do not say theirs
 
 
 class HeartbeatFields(Fields):
@@ -41,12 +53,19 @@ class LeaseRoutes:
 
     async def _take(self, request: web.Request) -> web.Response:
         queue, fields = await self._read(request, TakeFields)
+        if fields.version != VERSION:
+            raise ApiError(
+                409,
+                "other_release",
+                f"worker {brief(fields.worker)} speaks version {fields.version} of the lease "
+                f"protocol and the run version {VERSION}; install the run's release of "
+                "lightning_jax on the worker's machine.",
+                key="version",
+            )
         check_agent(fields.worker, fields.agent, queue.agent)
-        taken = await queue.take(fields.worker)
-        if taken is None:
-            return web.json_response({"lease": None})
-        lease_id, work = taken
-        text = f'{{"lease": "{lease_id}", "work": {work}}}'
+        lease_id, work = await queue.take(fields.worker) or (None, "null")
+        head = {"version": VERSION, "lease_s": queue.lease_s, "lease": lease_id}
+        text = f'{json.dumps(head)[:-1]}, "work": {work}}}'
         return web.Response(text=text, content_type="application/json")
 
     async def _beat(self, request: web.Request) -> web.Response:

@@ -9,72 +9,46 @@ Use a queue only in the event loop's thread.
 """
 
 import asyncio
+import logging
 import secrets
-from collections import Counter, OrderedDict, deque
+import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, field_validator
+from typing import Any
 
 from lightning_jax.errors import Coded
-from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import Fields, FiniteNumber, brief
+from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.fields import brief
+from lightning_jax.gateway.lease_protocol import beat_s
+from lightning_jax.gateway.lease_report import LOST, SILENT, STOPPED, Report
+from lightning_jax.gateway.work_matching import AskingWorker, Poll, WorkMatching
+
+log = logging.getLogger(__name__)
 
 TICKS = 10  # parts of `lease_s` in which silence is counted
 POLL_S = 20.0  # how long a worker waits for work before it asks again; proxies wait for a minute
 MAX_ENDED = 10_000  # leases whose end is remembered
-MAX_CHARS = 2000  # of a reported detail; the rest is cut
-
-Reason = Annotated[str, Field(min_length=1, max_length=100)]
-
-
-class Report(Fields):
-    """Outcome of work, as a worker reports it.
-
-    `kind` is "lost_gateway" if the agent's connection to the gateway failed, and "no_reward" if it
-    returned no reward and may have posted one.
-    """
-
-    kind: Literal["outcome", "lost_gateway", "no_reward"] = "outcome"
-    status: Literal["scored", "agent_failure", "infrastructure_failure"]
-    reward: FiniteNumber | None = None
-    reason: Reason | None = None
-    detail: str | None = None
-    metrics: dict[str, Any] | None = None  # the run drops and counts what is no finite number
-
-    @field_validator("detail")
-    @classmethod
-    def _cut(cls, detail: str | None) -> str | None:
-        return detail and detail[:MAX_CHARS]
-
-    def check(self) -> None:
-        """Raise ApiError if the reward or the reason is missing."""
-        name = "reward" if self.status == "scored" else "reason"
-        if getattr(self, name) is None:
-            message = f"{name} is missing; add it to a report with status {self.status}."
-            raise invalid(message, name, reason="missing")
 
 
 class LeaseLost(Coded):
-    """End of a lease without a report. The reason is "worker_lost"."""
+    """End of a lease without a report.
 
+    The reason is "worker_silent" if the worker sent no heartbeat and its run replaces it, otherwise
+    "worker_lost". `is_silent` is True if it sent no heartbeat.
+    """
 
-@dataclass(eq=False)
-class _Poll:
-    """Request of a worker that waits for work."""
-
-    worker: str
-    # Id of the lease and its work as JSON; None: ask again.
-    answer: asyncio.Future[tuple[str, str] | None]
-    is_matched: bool = False
+    def __init__(self, message: str, *, reason: str, key: str, is_silent: bool) -> None:
+        super().__init__(message, reason=reason, key=key)
+        self.is_silent = is_silent
 
 
 @dataclass(eq=False)
 class _Lease:
-    worker: str
+    worker: AskingWorker
     report: asyncio.Future[Report]
+    silent_before_s: float  # of the worker
     silent_ticks: int = 0
 
 
@@ -86,13 +60,12 @@ class LeaseQueue:
 
     def __init__(self, agent: Mapping[str, str], lease_s: float) -> None:
         self.agent, self.lease_s = dict(agent), lease_s
-        self._waiting: deque[asyncio.Future[_Poll]] = deque()
-        self._polls: dict[str, deque[_Poll]] = {}  # by worker; none is empty
+        self._matching = WorkMatching()
         self._leases: dict[str, _Lease] = {}
-        self._held: Counter[str] = Counter()  # matched polls and leases of each worker
+        self._replaceable: dict[str, asyncio.Event] = {}  # by worker, set once it is silent
         self._ended: OrderedDict[str, str] = OrderedDict()  # why, by lease
-        self._error: Exception | None = None
         self._is_closed = False
+        self._polled_s = time.monotonic()
         self.num_taken = 0  # leases so far
         self.num_lost = 0  # of them, without a report because the worker was lost
 
@@ -105,17 +78,17 @@ class LeaseQueue:
         finally:
             self._is_closed = True
             sweeping.cancel()
-            for poll in [poll for polls in self._polls.values() for poll in polls]:
-                poll.answer.set_result(None)
-            self._polls.clear()
+            for worker in list(self._matching.workers.values()):
+                self._matching.send_away(worker)
 
     @asynccontextmanager
-    async def worker(self) -> AsyncIterator["WaitingWorker"]:
+    async def worker(self, *, alone: bool = False) -> AsyncIterator["WaitingWorker"]:
         """Wait for a worker that asks for work, first come, first served.
 
-        Raises the error of `fail`.
+        `alone` is for work that may harm what else runs there. It waits until the worker with least
+        to do has nothing else, and nothing else begins there meanwhile. Raises the error of `fail`.
         """
-        worker = WaitingWorker(self, await self._match())
+        worker = WaitingWorker(self, await self._matching.match(alone=alone), alone=alone)
         try:
             yield worker
         finally:
@@ -128,23 +101,24 @@ class LeaseQueue:
         """
         if self._is_closed:
             raise ApiError(503, "draining", "the run is ending; ask again later.", retry_after_s=5)
-        poll = _Poll(worker, asyncio.get_running_loop().create_future())
-        self._polls.setdefault(worker, deque()).append(poll)
-        self._dispatch()
+        known = self._matching.workers.setdefault(worker, AskingWorker(worker))
+        known.hear(self._patience_s)
+        self._polled_s = known.heard_s
+        poll = self._matching.add_poll(known)
         try:
             await asyncio.wait({poll.answer}, timeout=POLL_S)
             return await poll.answer if poll.is_matched or poll.answer.done() else None
         finally:
             poll.answer.cancel()  # what has it asks another worker
-            if poll in self._polls.get(worker, ()):
-                self._remove(poll)
+            self._matching.remove_poll(poll)
 
     def beat(self, lease_ids: Iterable[str]) -> dict[str, str]:
         """Note that a worker still has these leases. Return why, for those that are over."""
         over = {}
         for lease_id in lease_ids:
             if lease := self._find(lease_id):
-                lease.silent_ticks = 0
+                lease.silent_ticks = lease.worker.silent_ticks = 0
+                lease.worker.hear(self._patience_s)
             else:
                 over[lease_id] = self._end_of(lease_id)
         return over
@@ -155,73 +129,53 @@ class LeaseQueue:
             raise ApiError(
                 410, "lease_over", f"{self._end_of(lease_id)}; drop its result.", key=lease_id
             )
+        worker = self._leases[lease_id].worker
+        worker.hear(self._patience_s)
+        if report.reason != STOPPED:
+            self._matching.note(worker, None if report.status == "scored" else report.reason)
         self._end(lease_id, "has been reported").report.set_result(report)
 
     def drop(self, worker: str, why: str) -> None:
         """End the leases of a worker whose process has ended."""
-        for lease_id, lease in list(self._leases.items()):
-            if lease.worker == worker and self._find(lease_id):
-                self._lose(lease_id, why)
+        if known := self._matching.workers.get(worker):
+            self._lose_all(known, why)
 
     def fail(self, error: Exception) -> None:
         """Let everything that waits for a worker, now or later, raise the error."""
-        self._error = error
-        while self._waiting:
-            if not (waiting := self._waiting.popleft()).done():
-                waiting.set_exception(error)
+        self._matching.fail(error)
+
+    async def silence(self, worker: str) -> None:
+        """Wait until a worker is silent. The caller can end and replace it."""
+        silent = self._replaceable[worker] = asyncio.Event()
+        try:
+            await silent.wait()
+        finally:
+            if self._replaceable.get(worker) is silent:
+                del self._replaceable[worker]
 
     @property
     def num_workers(self) -> int:
         """Number of workers that have a lease or wait for one."""
-        return len({*self._polls, *(lease.worker for lease in self._leases.values())})
+        return len(self._matching.workers)
 
-    async def _match(self, *, first: bool = False) -> _Poll:
-        """Wait for a poll. The caller must answer or release it."""
-        if self._error is not None:
-            raise self._error
-        waiting: asyncio.Future[_Poll] = asyncio.get_running_loop().create_future()
-        (self._waiting.appendleft if first else self._waiting.append)(waiting)
-        self._dispatch()
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled():
-                self._release(waiting.result())
-            raise
+    @property
+    def unasked_s(self) -> float:
+        """Seconds since a worker last asked for work."""
+        return time.monotonic() - self._polled_s
 
-    def _dispatch(self) -> None:
-        """Match what waits with the workers that have least to do."""
-        while self._waiting and self._polls:
-            if (waiting := self._waiting.popleft()).done():  # cancelled
-                continue
-            poll = self._polls[min(self._polls, key=self._held.__getitem__)][0]
-            self._remove(poll)
-            self._held[poll.worker] += 1
-            poll.is_matched = True
-            waiting.set_result(poll)
+    @property
+    def _patience_s(self) -> float:
+        """Longest time between two heartbeats of a worker that is not silent."""
+        return 2 * beat_s(self.lease_s)
 
-    def _remove(self, poll: _Poll) -> None:
-        polls = self._polls[poll.worker]
-        polls.remove(poll)
-        if not polls:
-            del self._polls[poll.worker]
-
-    def _release(self, poll: _Poll) -> None:
-        """Send a matched poll away without work."""
-        self._let_go(poll.worker)
-        if not poll.answer.done():
-            poll.answer.set_result(None)
-
-    def _let_go(self, worker: str) -> None:
-        self._held[worker] -= 1
-        if not self._held[worker]:
-            del self._held[worker]
-
-    def _begin(self, poll: _Poll, work: str) -> tuple[str, _Lease]:
+    def _begin(self, poll: Poll, work: str) -> tuple[str, _Lease]:
         """Answer a matched poll, and return its lease."""
         lease_id = secrets.token_hex(12)
-        lease = _Lease(poll.worker, asyncio.get_running_loop().create_future())
-        self._leases[lease_id] = lease
+        worker = poll.worker
+        if not any(lease.worker is worker for lease in self._leases.values()):
+            worker.heard_s, worker.silent_ticks = time.monotonic(), 0  # it sent no heartbeats
+        report = asyncio.get_running_loop().create_future()
+        lease = self._leases[lease_id] = _Lease(worker, report, worker.silent_s)
         self.num_taken += 1
         poll.answer.set_result((lease_id, work))
         return lease_id, lease
@@ -233,17 +187,27 @@ class LeaseQueue:
 
     def _end(self, lease_id: str, why: str) -> _Lease:
         lease = self._leases.pop(lease_id)
-        self._let_go(lease.worker)
+        self._matching.let_go(lease.worker)
         self._ended[lease_id] = f"lease {lease_id} {why}"
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         return lease
 
-    def _lose(self, lease_id: str, why: str) -> None:
+    def _lose(self, lease_id: str, why: str, *, is_silent: bool = False) -> None:
         lease = self._end(lease_id, f"is over, because its worker {why}")
+        name = lease.worker.name
         self.num_lost += 1
-        message = f"worker {lease.worker} {why}"
-        lease.report.set_exception(LeaseLost(message, reason="worker_lost", key=lease.worker))
+        reason = SILENT if is_silent and name in self._replaceable else LOST
+        message = f"worker {name} {why}"
+        lease.report.set_exception(LeaseLost(message, reason=reason, key=name, is_silent=is_silent))
+
+    def _lose_all(self, worker: AskingWorker, why: str, *, is_silent: bool = False) -> int:
+        """End all leases of a worker and send it away. Return the number of leases."""
+        self._matching.send_away(worker)
+        lost = [i for i, lease in self._leases.items() if lease.worker is worker and self._find(i)]
+        for lease_id in lost:
+            self._lose(lease_id, why, is_silent=is_silent)
+        return len(lost)
 
     def _end_of(self, lease_id: str) -> str:
         unknown = f"lease {brief(lease_id)} is unknown, because the server started after it began"
@@ -256,18 +220,41 @@ class LeaseQueue:
         """
         while True:
             await asyncio.sleep(self.lease_s / TICKS)
-            for lease_id, lease in list(self._leases.items()):
+            why = f"sent no heartbeat for {self.lease_s:g} s"
+            for worker in {lease.worker for lease in self._leases.values()}:
+                worker.silent_ticks += 1
+                if worker.silent_ticks > TICKS:
+                    self._silence(worker, why)
+            for lease_id, lease in list(self._leases.items()):  # of workers that forgot them
                 lease.silent_ticks += 1
                 if lease.silent_ticks > TICKS and self._find(lease_id):
-                    self._lose(lease_id, f"sent no heartbeat for {self.lease_s:g} s")
+                    self._lose(lease_id, why)
+
+    def _silence(self, worker: AskingWorker, why: str) -> None:
+        """End the leases of a silent worker, and let its run replace it."""
+        number = self._lose_all(worker, why, is_silent=True)
+        silent = self._replaceable.get(worker.name)
+        log.warning(
+            "worker %s %s; its %d rollouts are tried again, and %s",
+            *(worker.name, why, number),
+            "it is replaced" if silent else "if it is stuck, start it again",
+            extra={"event": "worker_silent", "worker": worker.name, "number": number},
+        )
+        if silent:
+            silent.set()
 
 
 class WaitingWorker:
     """Worker that waits for one piece of work."""
 
-    def __init__(self, queue: LeaseQueue, poll: _Poll) -> None:
-        self._queue, self._poll = queue, poll
+    def __init__(self, queue: LeaseQueue, poll: Poll, *, alone: bool) -> None:
+        self._queue, self._poll, self._alone = queue, poll, alone
+        self._lease: _Lease | None = None
         self._is_used = False
+
+    @property
+    def name(self) -> str:
+        return self._poll.worker.name
 
     async def run(self, work: str) -> Report:
         """Lease the work, which is JSON, to the worker and return its report.
@@ -276,12 +263,13 @@ class WaitingWorker:
         LeaseLost if the worker is lost.
         """
         while self._poll.answer.done():
-            self._queue._let_go(self._poll.worker)
+            self._queue._matching.let_go(self._poll.worker)
             self._is_used = True  # in case that the wait is cancelled
-            self._poll = await self._queue._match(first=True)
+            self._poll = await self._queue._matching.match(alone=self._alone, first=True)
             self._is_used = False
         self._is_used = True
         lease_id, lease = self._queue._begin(self._poll, work)
+        self._lease = lease
         try:
             return await lease.report
         finally:
@@ -290,7 +278,21 @@ class WaitingWorker:
             elif not lease.report.cancelled():
                 lease.report.exception()  # retrieved, even if this was cancelled meanwhile
 
+    async def silent_s(self, running: asyncio.Future[Any]) -> float:
+        """Wait for the next sign of life from the worker, or until its work has ended as `running`.
+
+        Return the seconds of the work in which the worker was silent, at most as long as a lease.
+        """
+        if (lease := self._lease) is None:
+            return 0.0
+        hearing = asyncio.create_task(lease.worker.heard.wait())
+        try:
+            await asyncio.wait({hearing, running}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hearing.cancel()
+        return min(lease.worker.silent_s - lease.silent_before_s, self._queue.lease_s)
+
     def leave(self) -> None:
         """Send the worker away, unless it got work."""
         if not self._is_used:
-            self._queue._release(self._poll)
+            self._queue._matching.release(self._poll)

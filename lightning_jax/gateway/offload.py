@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
+from lightning_jax.gateway.waits import current_waits
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -52,7 +54,10 @@ class Turns:
 
 
 class Offload:
-    """Two threads for parsing, rendering and tokenizing long inputs."""
+    """Two threads for parsing, rendering and tokenizing long inputs.
+
+    A rollout does not lose the time in which its requests wait for them.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gateway")
@@ -63,8 +68,19 @@ class Offload:
         """Return the function's result. Call it in a thread if it has many bytes to process."""
         if num_bytes <= INLINE_BYTES:
             return function(*args, **kwargs)
-        work = partial(function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        work, loop = partial(function, *args, **kwargs), asyncio.get_running_loop()
+        if (waits := current_waits()) is None:
+            return await loop.run_in_executor(self._threads, work)
+
+        def begin() -> T:
+            loop.call_soon_threadsafe(waits.begin_work, work)
+            return work()
+
+        waits.add_work(work)
+        try:
+            return await loop.run_in_executor(self._threads, begin)
+        finally:
+            waits.remove_work(work)
 
     def close(self) -> None:
         """Accept no more work. Do not wait for running work."""

@@ -20,6 +20,7 @@ from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.grammar import guarantees_call
 from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.gateway.routing import Route
+from lightning_jax.gateway.waits import waiting_for_store
 from lightning_jax.traces import attributes
 from lightning_jax.traces._sqlite import StoreError
 from lightning_jax.traces.context import OpenSpan
@@ -141,7 +142,8 @@ async def write(store: SpanSink | None, rollout_id: str | None, *spans: Span) ->
     if store is None:
         return
     try:
-        await store.record(rollout_id, *spans)
+        with waiting_for_store():
+            await store.record(rollout_id, *spans)
     except StoreError as error:
         raise _server_error(
             500, "store_error", f"the call could not be recorded: {error}"

@@ -66,7 +66,9 @@ class AgentConfig(Section):
     # Run agents only in workers that `lightning-jax worker` starts, on any machine, and in those of
     # `workers`.
     remote_workers: bool = False
-    lease_s: Positive = 30.0  # without a heartbeat, after which a worker's rollouts run elsewhere
+    # Without a heartbeat, after which a worker is silent. Its rollouts run elsewhere, and the run
+    # ends and replaces it if it started it.
+    lease_s: Positive = 30.0
     # Take training rollouts from programs outside, which open each with POST /v1/rollouts
     # (docs/howto/train_on_live_traffic.md). `function` or `command`, if set, only evaluates.
     external: bool = False

@@ -55,7 +55,8 @@ class DeadlineClock:
 
             def left_s() -> float:
                 not_counted = self._stalled() - stalled + self._pauses.total_s - paused
-                return timeout_s - (loop.time() - began - not_counted - waits.total_s)
+                not_counted += waits.total_s + waits.silent_s
+                return timeout_s - (loop.time() - began - not_counted)
 
             while not agent.done() and not gone.done():
                 least = TICK_S if self._pauses.is_active else 0.0

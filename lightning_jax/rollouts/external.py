@@ -1,6 +1,7 @@
 """Agents outside of the run: programs that open a rollout over HTTP and report its end."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from lightning_jax.gateway.errors import ApiError, invalid
@@ -17,6 +18,8 @@ from lightning_jax.rollouts.outcome import (
 )
 from lightning_jax.types import LLM, Task
 
+UNUSED_S = 30.0  # without a request since it was opened: the answer may have been lost
+HUNG_UP = "the program that opened it hung up before it had the answer"
 REPORTED, DISCARDED, EXPIRED = "reported_error", "discarded", "expired"
 
 
@@ -30,18 +33,23 @@ class ExternalAgents:
     def __init__(self, config: RolloutConfig, max_idle_s: float, idle_s: Callable[[str], float]):
         self._config, self._max_idle_s, self._idle_s = config, max_idle_s, idle_s
         self._ends: dict[str, asyncio.Future[Outcome]] = {}
+        self._opened_s: dict[str, float] = {}  # when, in the order of opening
 
     async def run(
         self, opened: asyncio.Future[LLM], rollout_id: str, task: Task, llm: LLM
     ) -> Outcome:
         """Resolve `opened` with `llm`, and return the outcome once the rollout ends or expires.
 
+        If `opened` is cancelled, the rollout is discarded.
         A rollout that expires counts if a reward was posted for it.
         """
         ended = self._ends[rollout_id] = asyncio.get_running_loop().create_future()
-        if not opened.cancelled():
-            opened.set_result(llm)
+        self._opened_s[rollout_id] = time.monotonic()
         try:
+            if opened.cancelled():
+                self.discard(rollout_id, HUNG_UP)
+            else:
+                opened.set_result(llm)
             while not ended.done():
                 left = self._max_idle_s - self._idle_s(rollout_id)
                 if left <= 0:
@@ -54,7 +62,27 @@ class ExternalAgents:
                 await asyncio.wait({ended}, timeout=left)
             return ended.result()
         finally:
-            del self._ends[rollout_id]
+            del self._ends[rollout_id], self._opened_s[rollout_id]
+
+    def discard(self, rollout_id: str, why: str) -> None:
+        """Let an open rollout end without an outcome to learn from."""
+        if (ended := self._ends.get(rollout_id)) and not ended.done():
+            ended.set_result(Outcome("infrastructure_failure", reason=DISCARDED, detail=why))
+
+    def give_up_unused(self) -> str | None:
+        """End the oldest rollout without a request since it was opened UNUSED_S ago or earlier.
+
+        Return its id, or None if there is none.
+        """
+        now_s = time.monotonic()
+        for rollout_id, opened_s in self._opened_s.items():
+            age_s, ended = now_s - opened_s, self._ends[rollout_id]
+            is_unused = self._idle_s(rollout_id) >= age_s >= UNUSED_S
+            if is_unused and not ended.done():
+                detail = f"no request came for {age_s:.0f} s, and another rollout was to be opened"
+                ended.set_result(NoReward("infrastructure_failure", reason=EXPIRED, detail=detail))
+                return rollout_id
+        return None
 
     def end(
         self, rollout_id: str, fields: EndFields, posted: float | None, *, needs_reward: bool

@@ -3,7 +3,7 @@
 import logging
 import re
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 MAX_DETAIL_CHARS = 240  # of a failure's detail
 MIN_WORDS_CHARS = 60  # of it, beside a long place
 _PLACE = re.compile(r" \(at .+:\d+ in \S+\)\Z")  # where an agent raised; see `outcome._detail`
+MIN_OF_WORKER = 3  # failures that make a worker worth naming
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def failures(rollouts: Sequence[Rollout], cut: Collection[str] = ()) -> tuple[Fa
             *key,
             len(those),
             those[0].rollout_id,
-            _one_line(those[0].detail or ""),
+            _detail(those),
             sum(rollout.rollout_id in cut for rollout in those),
         )
         for key, those in alike.items()
@@ -168,6 +169,15 @@ def _such_as(failure: Failure) -> str:
         "if the agent cannot use a part of a reply, raise rollout.max_tokens and its own "
         "max_tokens)"
     )
+
+
+def _detail(alike: Sequence[Rollout]) -> str:
+    """Return the detail of the first failure, and the worker that has most of several."""
+    detail = _one_line(alike[0].detail or "")
+    ((worker, number),) = Counter(rollout.worker for rollout in alike).most_common(1)
+    if worker is None or number < MIN_OF_WORKER or 2 * number <= len(alike):
+        return detail
+    return f"{detail} ({number} in worker {worker})".strip()
 
 
 def _one_line(text: str) -> str:

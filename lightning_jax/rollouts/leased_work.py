@@ -28,7 +28,6 @@ class LeasedWork:
     llm: LLM
     max_abs_reward: float
     max_metrics: int
-    lease_s: float
     traceparent: str | None = None  # of the rollout's span
     # Paths in the task that exist for the run, by field. The worker must see them, too.
     paths: dict[str, str] = field(default_factory=dict)

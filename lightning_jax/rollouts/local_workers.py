@@ -1,4 +1,4 @@
-"""Workers on the run's own machine: processes that are started again if they die.
+"""Workers on the run's own machine: processes that are started again if they die or fall silent.
 
 They end with the run, also if it is killed.
 """
@@ -23,7 +23,7 @@ from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.rollouts.fingerprint import fingerprint
 from lightning_jax.rollouts.workers import Workers
 from lightning_jax.settings import ConfigError
-from lightning_jax.system.child_process import ChildProcess
+from lightning_jax.system.child_process import ChildProcess, kill_group
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ async def open_workers(
     local = {**settings, "url": gateway.local_url}
     away = {**settings, "url": gateway.url}
     hint = (
-        f"no worker has asked for a rollout for 30 s; start one with: lightning-jax worker "
-        f"--server {gateway.url} --key KEY, where KEY is serve.api_key"
+        f"start one with: lightning-jax worker --server {gateway.url} --key KEY, where KEY is "
+        "serve.api_key"
     )
     async with queue.opened():
         working = [_keep({**local, "name": f"local-{i}"}, queue) for i in range(number)]
@@ -88,11 +88,14 @@ async def open_workers(
 
 
 async def _keep(settings: dict[str, Any], queue: LeaseQueue) -> None:
-    """Run a worker, and start it again whenever it ends."""
+    """Run a worker, and start it again whenever it ends or falls silent."""
     name, num_quick = settings["name"], 0
     while True:
         started = time.monotonic()
-        status, error = await _run(settings)
+        status, error = await _run(settings, queue)
+        if status is None:
+            num_quick = 0
+            continue
         queue.drop(name, f"ended with exit status {status}")
         if error is not None:
             queue.fail(unusable(error))
@@ -123,12 +126,16 @@ def unusable(error: Mapping[str, Any]) -> ConfigError:
     return ConfigError(error["message"], reason=error["reason"], key=error["key"])
 
 
-async def _run(settings: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
+async def _run(
+    settings: dict[str, Any], queue: LeaseQueue
+) -> tuple[int | None, dict[str, Any] | None]:
     """Return a worker's exit status, and its error if it cannot run the agent.
 
-    If cancelled, end it.
+    If the worker falls silent, kill it and return None as status. If cancelled, end it.
     """
     child, received = ChildProcess(["-P", str(CHILD)], end_s=END_S), bytearray()
+    silent = asyncio.create_task(queue.silence(settings["name"]))
+    silent.add_done_callback(lambda task: task.cancelled() or kill_group(child.popen.pid))
     try:
         child.socket.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -137,5 +144,6 @@ async def _run(settings: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
             while chunk := await loop.sock_recv(child.socket, 4096):
                 received += chunk
     finally:
+        is_silent = not silent.cancel()
         status = await child.end_async()
-    return status, json.loads(received) if received else None
+    return None if is_silent else status, json.loads(received) if received else None

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from lightning_jax.rollouts.agent_child import address_of, faults_of, members
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.system.descriptors import is_exhausted
+from lightning_jax.system.exhaustion import lacks_resources
 from lightning_jax.types import LLM, RolloutStatus
 
 # Folders whose frames say little about an agent's error.
@@ -25,6 +25,8 @@ MAX_METRIC_NAME = 100  # characters
 MAX_METRIC = 1e30  # magnitude; sums over a step stay finite in float32
 # Reasons of rollouts that took too long. In the second, calls waited for most of the time.
 DEADLINE, DEADLINE_IN_QUEUE = "deadline", "deadline_in_queue"
+BAD_REWARD = "bad_reward"
+SILENCES = "silences_workers"  # the agent holds the interpreter of its worker
 SERVER_LOST = "server_lost"  # the rollout's sampler died or stopped answering
 # Counts the metrics beyond the limit. One without a usable value is `dropped_metrics/REASON/NAME`.
 DROPPED_METRICS = "dropped_metrics"
@@ -156,14 +158,17 @@ def outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
     """
     try:
         return _outcome_of_error(error, llm)
+    except MemoryError:
+        detail = "memory ran out while its error was read"
+        return Outcome("infrastructure_failure", None, "MemoryError", detail)
     except BaseException:  # noqa: BLE001  (the agent's own class may fail anywhere)
         return failure("unreadable_error", "the agent raised an error whose message cannot be read")
 
 
 def _outcome_of_error(error: BaseException, llm: LLM) -> Outcome:
     errors = members(error)
-    # Agents share this process's descriptors, so running out is not one agent's fault.
-    faults = [fault for fault in faults_of(errors) if not is_exhausted(fault)]
+    # Agents share memory, threads and descriptors, so running out is not one agent's fault.
+    faults = [fault for fault in faults_of(errors) if not lacks_resources(fault)]
     first = (faults or errors)[0]
     reason = storable(type(first).__name__[:MAX_REASON]) or "unnamed_error"
     if type(first) is SystemExit:  # raised again, it would end the whole run
@@ -199,7 +204,7 @@ def _is_library(filename: str) -> bool:
 
 def _bad(name: Any, value: Any, expected: str) -> Outcome:
     return failure(
-        "bad_reward",
+        BAD_REWARD,
         storable(
             f"the agent returned {repr(value)[:200]} as {str(name)[:50]}; expected a {expected}"
         ),

@@ -142,7 +142,7 @@ def _interpreter_agent(python: str, function: str, config: AgentConfig) -> Agent
         if not report:
             _check_end(ended, config)
             return None
-        return _result_of(report)
+        return _result_of(report, has_limit=config.memory_mib is not None)
 
     return agent
 
@@ -242,8 +242,11 @@ def _last_line(output: str) -> Any:
         return lines[-1]
 
 
-def _result_of(text: bytes) -> Any:
-    """Return the agent's result from another process, or raise its error again."""
+def _result_of(text: bytes, *, has_limit: bool) -> Any:
+    """Return the agent's result from another process, or raise its error again.
+
+    `has_limit` is True if the process had a limit of memory.
+    """
     try:
         report = json.loads(text)
     except ValueError:
@@ -251,5 +254,9 @@ def _result_of(text: bytes) -> Any:
     if "result" in report:
         return report["result"]
     base = ConnectionError if report["is_connection"] else Exception
+    if report["error"] == "MemoryError" and not has_limit:  # the machine's memory ran out
+        base = MemoryError
+    if report["error"] == "RuntimeError":  # perhaps no thread was left
+        base = RuntimeError
     address = next((address for address in report["addresses"] if address), None)
     raise type(report["error"], (base,), {"lightning_address": address})(report["message"])

@@ -67,6 +67,12 @@ REASONS = {
         "a program used more than `agent.max_processes` or `agent.memory_mib`",
         "raise the limit that the detail names",
     ),
+    "MemoryError": Reason(
+        "infrastructure",
+        "memory ran out in a process without `agent.memory_mib`; so does RuntimeError if no thread "
+        "is left, and OSError if no file descriptor is",
+        "lower `rollout.concurrency`, or free memory",
+    ),
     "TemporaryFailure": Reason(
         "infrastructure",
         "a program ended with exit status 75: something that it needs is down",
@@ -77,8 +83,18 @@ REASONS = {
     ),
     "worker_lost": Reason(
         "infrastructure",
-        "a worker died, or sent no heartbeat for `agent.lease_s`",
+        "a worker died, or one on another machine sent no heartbeat for `agent.lease_s`",
         "the rollout is tried on another worker; look at what the worker printed",
+    ),
+    "worker_silent": Reason(
+        "infrastructure",
+        "a worker sent no heartbeat for `agent.lease_s`, was ended and replaced",
+        "the rollout is tried again where nothing else runs; look for `silences_workers`",
+    ),
+    "silences_workers": Reason(
+        "agent",
+        "the agent silenced a second worker, in which nothing else ran",
+        "look for code that holds the interpreter, such as a slow regular expression",
     ),
     "worker_stopped": Reason(
         "infrastructure",
@@ -97,12 +113,13 @@ REASONS = {
     ),
     "expired": Reason(
         "infrastructure",
-        "a rollout from outside had no request for `agent.idle_s`, and no reward",
+        "a rollout from outside had no request for `agent.idle_s`, and no reward; or none in 30 s "
+        "since it was opened, and another took its place",
         "end each rollout; raise `agent.idle_s` if its users think for longer",
     ),
     "discarded": Reason(
         "infrastructure",
-        "a program outside ended its rollout with `discard`",
+        "a program outside ended its rollout with `discard`, or hung up before it was open",
         "nothing: that was its choice",
     ),
     "stop": Reason(

@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from typing import Any
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
 from lightning_jax.gateway.sessions import derive_seed
+from lightning_jax.gateway.waits import Lost
 from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
 from lightning_jax.rollouts.config import MEASURING, RolloutConfig
 from lightning_jax.rollouts.deadlines import DeadlineClock, is_starved
@@ -40,7 +41,7 @@ from lightning_jax.rollouts.outcome import (
 )
 from lightning_jax.rollouts.scoring import Scorer
 from lightning_jax.rollouts.servers import GatewayServer, Opened, RolloutServer
-from lightning_jax.rollouts.workers import Execute, Workers
+from lightning_jax.rollouts.workers import Execution, Workers
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import below
 from lightning_jax.traces.store import CRASH, STOP, Store
@@ -206,34 +207,38 @@ class Runner:
         last = attempt + self.config.max_attempts
         # An attempt that a stop or a crash ended is repeated with the same seed.
         num_lost = sum(rollout.reason in (STOP, CRASH) for rollout in known)
+        reasons: list[str | None] = []
         while True:
             attempt += 1
-            async with self._executor() as execute:
-                rollout = await self.run_once(request, attempt, execute, draw=attempt - num_lost)
+            async with self._executor(request.task, reasons) as execution:
+                rollout = await self.run_once(request, attempt, execution, draw=attempt - num_lost)
             if rollout.status in FINISHED or attempt == last:
                 return rollout
+            reasons.append(rollout.reason)
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
             await asyncio.sleep(self._retry_delay_s(rollout))
 
     async def run_once(
-        self, request: RolloutRequest, attempt: int, execute: Execute, *, draw: int
+        self, request: RolloutRequest, attempt: int, execution: Execution, *, draw: int
     ) -> Rollout:
         """Return the rollout of one attempt, whatever its status. `draw` selects its seed."""
         try:
-            return await self._attempt(request, attempt, execute, draw=draw)
+            return await self._attempt(request, attempt, execution, draw=draw)
         except asyncio.CancelledError:
             stopped = request.rollout(attempt).rollout_id
             await self.store.in_order(self.store.abandon_running, STOP, stopped)
             raise
 
-    def _executor(self) -> AbstractAsyncContextManager[Execute]:
+    def _executor(
+        self, task: Task, reasons: Sequence[str | None]
+    ) -> AbstractAsyncContextManager[Execution]:
         """Return the context of an attempt, which waits until the agent can run."""
         if isinstance(self.agent, Workers):
-            return self.agent.reserve(self.config)
-        return nullcontext(partial(_run_here, self.agent, self.config))
+            return self.agent.reserve(self.config, task, reasons)
+        return nullcontext(Execution(partial(_run_here, self.agent, self.config)))
 
     async def _attempt(
-        self, request: RolloutRequest, attempt: int, execute: Execute, *, draw: int
+        self, request: RolloutRequest, attempt: int, execution: Execution, *, draw: int
     ) -> Rollout:
         rollout = request.rollout(attempt)
         await self.store.in_order(self.store.add_rollout, rollout, request.task)
@@ -242,8 +247,9 @@ class Runner:
         try:
             await self.store.in_order(self.store.set_status, rollout.rollout_id, "running")
             llm = replace(opened.llm, prompts=prompts, is_judged=self.is_judged)
-            running = partial(execute, rollout.rollout_id, request.task, llm)
-            outcome, stalled_s = await self._outcome(opened, rollout.rollout_id, running)
+            outcome, stalled_s = await self._outcome(
+                opened, rollout.rollout_id, request.task, llm, execution
+            )
         except BaseException:
             await self.server.close(rollout.rollout_id)
             raise
@@ -260,19 +266,17 @@ class Runner:
         if prompts:
             values[attributes.PROMPTS] = json.dumps(prompts, ensure_ascii=False)
         span = opened.root.end("rollout", values, outcome.detail or outcome.reason)
-        await self.store.in_order(self._record, rollout.rollout_id, span, outcome)
-        return replace(rollout, **outcome.fields)
+        result = {**outcome.fields, "worker": execution.worker()}
+        await self.store.in_order(self._record, rollout.rollout_id, span, result)
+        return replace(rollout, **result)
 
-    def _record(self, rollout_id: str, root: Span, outcome: Outcome) -> None:
+    def _record(self, rollout_id: str, root: Span, result: Mapping[str, Any]) -> None:
         """Write the result of a rollout. The status comes last, because a resumed run trusts it."""
         self.store.add_span(rollout_id, root)
-        self.store.set_status(rollout_id, **outcome.fields)
+        self.store.set_status(rollout_id, **result)
 
     async def _outcome(
-        self,
-        opened: Opened,
-        rollout_id: str,
-        execute: Callable[[], Coroutine[Any, Any, Outcome]],
+        self, opened: Opened, rollout_id: str, task: Task, llm: LLM, execution: Execution
     ) -> tuple[Outcome, float]:
         """Return (outcome according to the agent, seconds in which the event loop stalled).
 
@@ -281,13 +285,15 @@ class Runner:
         The agent runs in its own task. Even if it exits or cancels itself, only its rollout ends.
         """
         with below(opened.root):
-            running = asyncio.create_task(execute())
+            running = asyncio.create_task(execution.run(rollout_id, task, llm))
+
+        async def lost() -> Lost:
+            silent_s = await execution.silent_s(running)
+            return (await self.server.lost(rollout_id))._replace(silent_s=silent_s)
+
         try:
             in_time, stalled_s = await self.clock.wait(
-                running,
-                self.config.timeout_s,
-                opened.loss,
-                partial(self.server.lost, rollout_id),
+                running, self.config.timeout_s, opened.loss, lost
             )
             if not in_time:  # before the agent hangs up on a call that decodes
                 await self.server.expire(rollout_id)

@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 
 from lightning_jax.errors import UserError
+from lightning_jax.gateway.lease_protocol import VERSION, beat_s
 from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
 from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.rollouts.event_loop import isolate_agent
@@ -36,7 +37,6 @@ TAKE_TIMEOUT_S = 60.0  # the server answers within 20 s
 CALL_TIMEOUT_S = 10.0
 STOP_S = 2.0  # to give leases back when the worker stops
 ARRIVAL_S = 0.2  # for a lease that is on its way when the worker stops
-BEATS = 5  # heartbeats in the time after which a silent lease is lost
 MIN_DELAY_S, MAX_DELAY_S = 0.25, 10.0  # between two tries to reach the server
 
 
@@ -128,7 +128,8 @@ class Worker:
         self._held: dict[str, _Held] = {}
         self._is_reachable = True  # as last logged
         self._answered_at = time.monotonic()
-        self.lease_s = 30.0
+        self._lease_s: float | None = None  # as the server last said
+        self._has_length = asyncio.Event()  # set when that changes
 
     async def run(self, concurrency: int) -> None:
         """Run up to `concurrency` rollouts at once until cancelled."""
@@ -166,31 +167,48 @@ class Worker:
 
     async def _take(self) -> tuple[str, LeasedWork]:
         """Return the next lease and its work."""
-        body = {"worker": self._name, "agent": self._fingerprint}
+        body = {"worker": self._name, "agent": self._fingerprint, "version": VERSION}
         while True:
             taken = await self._post_until_answered("take", body, TAKE_TIMEOUT_S)
+            if (version := taken.get("version")) != VERSION:
+                if lease_id := taken.get("lease"):
+                    await self._give_back(lease_id)
+                raise Refused(
+                    f"{self._url} speaks version {version or 0} of the lease protocol and this "
+                    f"worker version {VERSION}; install the run's release of lightning_jax here.",
+                    reason="other_release",
+                    key="version",
+                )
+            if taken["lease_s"] != self._lease_s:
+                self._lease_s = taken["lease_s"]
+                self._has_length.set()
             if taken["lease"] is not None:
-                work = LeasedWork.from_json(taken["work"])
-                self.lease_s = work.lease_s
-                return taken["lease"], work
+                return taken["lease"], LeasedWork.from_json(taken["work"])
 
     async def _beat(self) -> None:
         """Send heartbeats, and end the rollouts whose leases are over."""
         while True:
-            await asyncio.sleep(self.lease_s / BEATS)
-            if not self._held:
+            await self._pause()
+            if not self._held or not self._lease_s:
                 continue
             try:
                 body = {"leases": list(self._held)}
-                over = (await self._post("heartbeat", body, self.lease_s / BEATS))["over"]
+                over = (await self._post("heartbeat", body, beat_s(self._lease_s)))["over"]
             except Unreachable:
                 over = {}
-                if time.monotonic() - self._answered_at > self.lease_s:
+                if time.monotonic() - self._answered_at > self._lease_s:
                     over = dict.fromkeys(self._held, "the server cannot be reached")
             for lease_id, why in over.items():
                 held = self._held.get(lease_id)
                 if held and not held.over.done():
                     held.over.set_result(why)
+
+    async def _pause(self) -> None:
+        """Wait until the next heartbeat is due, or leases have another length."""
+        self._has_length.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._lease_s and beat_s(self._lease_s)):
+                await self._has_length.wait()
 
     async def _do(self, lease_id: str, held: _Held) -> None:
         """Run one rollout and report its outcome, unless its lease ends first."""
@@ -263,7 +281,7 @@ class Worker:
         try:
             async with self._http.post(url, json=body, timeout=timeout) as answer:
                 status, raw = answer.status, await answer.read()
-            found = json.loads(raw) if status == 200 else _error_in(raw)
+            found = _object_in(raw) if status == 200 else _error_in(raw)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise Unreachable(str(error) or type(error).__name__) from error
         if status == 200:
@@ -276,6 +294,14 @@ class Worker:
             raise Unreachable(message)
         code = found.get("code") or "refused"
         raise Refused(f"{self._url}: {message}", reason=code, key=path)
+
+
+def _object_in(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body. Raises ValueError if there is none."""
+    found = json.loads(raw)
+    if not isinstance(found, dict):
+        raise ValueError("it answers with something else than an object")
+    return found
 
 
 def _error_in(raw: bytes) -> dict[str, str]:

@@ -127,6 +127,7 @@ def _printable(rollout: Rollout) -> Rollout:
         task_id=printable(rollout.task_id),
         reason=None if rollout.reason is None else printable(rollout.reason),
         detail=None if rollout.detail is None else printable(rollout.detail),
+        worker=None if rollout.worker is None else printable(rollout.worker),
         metrics={printable(name): value for name, value in rollout.metrics.items()},
     )
 

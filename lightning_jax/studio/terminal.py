@@ -93,7 +93,8 @@ def _head(view: RolloutView, chars: int) -> Iterator[RenderableType]:
         line.append(f"  reward {rollout.reward:g}")
     line.append(f"  {len(view.calls)} calls  {view.duration_s:.2f} s")
     yield line
-    yield _text(f"task {rollout.task_id}  {rollout.phase} step {rollout.step}")
+    where = f"  worker {rollout.worker}" if rollout.worker else ""
+    yield _text(f"task {rollout.task_id}  {rollout.phase} step {rollout.step}{where}")
     for name, text in view.task:
         yield Padding(Text.assemble((f"{name}: ", "dim"), cut(text, chars)), (0, 0, 0, 2))
     if rollout.metrics:

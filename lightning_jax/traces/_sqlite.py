@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.system.files import create_private
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
 # Since version 3. 1: of another run; 2: of a failed run, which repeats them when it resumes.
 SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"
@@ -16,6 +16,7 @@ SEQUENCE_COLUMN = "sequence INTEGER"  # since version 4; NULL in spans of older 
 TASK_COLUMN = "task TEXT NOT NULL DEFAULT '{}'"  # since version 5: fields of the task, as texts
 # Since version 7: rewards by component, and what judges wrote about them.
 COMPONENTS_COLUMN = "components TEXT NOT NULL DEFAULT '{}'"
+WORKER_COLUMN = "worker TEXT"  # since version 11
 REASONS_COLUMN = "reasons TEXT NOT NULL DEFAULT '{}'"
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS rollouts (
@@ -34,7 +35,8 @@ CREATE TABLE IF NOT EXISTS rollouts (
     {SUPERSEDED_COLUMN},
     {TASK_COLUMN},
     {COMPONENTS_COLUMN},
-    {REASONS_COLUMN}
+    {REASONS_COLUMN},
+    {WORKER_COLUMN}
 );
 CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (phase, step);
@@ -151,6 +153,7 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
         (5, "rollouts", TASK_COLUMN),
         (7, "rollouts", COMPONENTS_COLUMN),
         (7, "rollouts", REASONS_COLUMN),
+        (11, "rollouts", WORKER_COLUMN),
     ):
         if 0 < version < since:
             db.execute(f"ALTER TABLE {table} ADD COLUMN {column}")

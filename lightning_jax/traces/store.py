@@ -53,7 +53,7 @@ STOP, CRASH = "stop", "crash"
 
 ROLLOUT_COLUMNS = (
     "rollout_id, task_id, group_id, phase, step, place, attempt, status, reward, reason, detail, "
-    "metrics, superseded, components"
+    "metrics, superseded, components, worker"
 )
 SPAN_COLUMNS = (
     "trace_id, span_id, parent_span_id, name, start_ns, end_ns, attributes, error, sequence"
@@ -219,7 +219,7 @@ class Store:
             *(rollout.rollout_id, rollout.task_id, rollout.group_id, rollout.phase, rollout.step),
             *(rollout.index, rollout.attempt, rollout.status),
             *(rollout.reward, rollout.reason, rollout.detail, json.dumps(rollout.metrics)),
-            *(rollout.superseded, json.dumps(rollout.components)),
+            *(rollout.superseded, json.dumps(rollout.components), rollout.worker),
             json.dumps(shorten_task(task or {})),
         )
         with self._transaction() as db:
@@ -242,6 +242,7 @@ class Store:
         reason: str | None = None,
         detail: str | None = None,
         metrics: Mapping[str, float] | None = None,
+        worker: str | None = None,
     ) -> None:
         """Change a rollout's status. Raises IllegalTransition, or ValueError if a value is missing.
 
@@ -251,9 +252,12 @@ class Store:
         with self._transaction() as db:
             old = [known for known, legal in LEGAL_TRANSITIONS.items() if known and status in legal]
             changed = db.execute(
-                "UPDATE rollouts SET status = ?, reward = ?, reason = ?, detail = ?, metrics = ? "
-                f"WHERE rollout_id = ? AND status IN ({marks(old)})",
-                (status, reward, reason, detail, json.dumps(dict(metrics or {})), rollout_id, *old),
+                "UPDATE rollouts SET status = ?, reward = ?, reason = ?, detail = ?, metrics = ?, "
+                f"worker = ? WHERE rollout_id = ? AND status IN ({marks(old)})",
+                (
+                    *(status, reward, reason, detail, json.dumps(dict(metrics or {}))),
+                    *(worker, rollout_id, *old),
+                ),
             ).rowcount
             if not changed:
                 query = "SELECT status FROM rollouts WHERE rollout_id = ?"
@@ -695,12 +699,13 @@ def _first_duplicate(db: sqlite3.Connection, rows: Sequence[tuple[Any, ...]]) ->
 
 def as_rollout(row: tuple[Any, ...]) -> Rollout:
     """Return the rollout in a row of ROLLOUT_COLUMNS."""
-    *fields, metrics, superseded, components = row
+    *fields, metrics, superseded, components, worker = row
     return Rollout(
         *fields,
         metrics=json.loads(metrics),
         superseded=superseded == 1,
         components=json.loads(components),
+        worker=worker,
     )
 
 

@@ -17,13 +17,15 @@ from typing import Any
 
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.external_routes import EndFields, OpenFields
+from lightning_jax.gateway.fields import brief
 from lightning_jax.rl.staleness import newest_version
-from lightning_jax.rollouts.external import EXPIRED, ExternalAgents
+from lightning_jax.rollouts.external import EXPIRED, HUNG_UP, ExternalAgents
 from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, group_id
+from lightning_jax.rollouts.workers import Execution
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.config import Config
-from lightning_jax.train.open_group import OpenGroup
+from lightning_jax.train.open_group import OpenGroup, task_digest
 from lightning_jax.train.step_groups import Group, StepGroups, newest_complete, start_scoring
 from lightning_jax.types import FINISHED, LLM, Metrics, Rollout, Task
 
@@ -31,11 +33,15 @@ log = logging.getLogger(__name__)
 
 HINT_S = 30.0  # without a rollout, before the run says how to open one
 RETRY_AFTER_S = 5
+MANY_GROUPS = 100  # open ones, from which on incomplete ones are worth a warning
 COUNTED = ("unfinished", "expired", "groups_too_old", "groups_incomplete")
 
 
 class ExternalGroups:
     """Groups that no step has taken yet, filled from outside.
+
+    Rollouts join a group by its name and task, so callers that use one name for different tasks
+    share no group.
 
     A step takes the groups that were complete last. One is dropped and counted if all calls of its
     finished rollouts are older than `algorithm.max_staleness` steps, and none of its rollouts runs.
@@ -62,6 +68,7 @@ class ExternalGroups:
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._is_hinted = False
+        self._num_to_warn = MANY_GROUPS
         self._counts = Counter[str]()
         self._num_taken = self._num_too_old = 0  # rollouts
         runner.gateway.take_rollouts(self)
@@ -69,7 +76,10 @@ class ExternalGroups:
     # For programs outside
 
     async def open(self, fields: OpenFields) -> tuple[str, LLM]:
-        """Open a rollout. Return its id and how to call the policy. Raise ApiError if refused."""
+        """Open a rollout. Return its id and how to call the policy. Raise ApiError if refused.
+
+        If cancelled, end it.
+        """
         task, name = self._task_of(fields)
         if not self._is_ready:
             raise ApiError(
@@ -78,14 +88,7 @@ class ExternalGroups:
                 "the run takes no rollouts yet; try again in a moment.",
                 retry_after_s=RETRY_AFTER_S,
             )
-        limit = self._config.rollout.concurrency
-        if len(self._running) >= limit:
-            raise ApiError(
-                429,
-                "too_many_rollouts",
-                f"{limit} rollouts are open, the limit of rollout.concurrency; end some.",
-                retry_after_s=RETRY_AFTER_S,
-            )
+        await self._make_room()
         group, (index, attempt) = self._place(name, task)
         request = RolloutRequest(group.task, "train", *group.key, index)
         rollout_id = request.rollout(attempt).rollout_id
@@ -93,11 +96,32 @@ class ExternalGroups:
         running = asyncio.create_task(self._run(group, request, attempt, opened))
         self._running[rollout_id] = running
         running.add_done_callback(lambda _: self._running.pop(rollout_id))
-        await asyncio.wait({running, opened}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait({running, opened}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if not opened.cancel():
+                self._agents.discard(rollout_id, HUNG_UP)
+            raise
         if not opened.done():
             opened.cancel()
             raise self._error or ApiError(503, "draining", "the run is ending.")
         return rollout_id, opened.result()
+
+    async def _make_room(self) -> None:
+        """Give up an unused rollout if as many are open as may be. Raise ApiError if there is none.
+
+        The answer to its caller, which asked again, may have been lost.
+        """
+        limit = self._config.rollout.concurrency
+        while len(self._running) >= limit:
+            if (unused := self._agents.give_up_unused()) is None:
+                raise ApiError(
+                    429,
+                    "too_many_rollouts",
+                    f"{limit} rollouts are open, the limit of rollout.concurrency; end some.",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            await asyncio.wait({self._running[unused]})
 
     async def end(self, rollout_id: str, fields: EndFields) -> Rollout:
         """End a rollout and return it as it is stored."""
@@ -190,18 +214,36 @@ class ExternalGroups:
 
     def _place(self, name: str | None, task: Task) -> tuple[OpenGroup, tuple[int, int]]:
         """Return a group with the name and a place in it. A new group has this task."""
-        if name is not None:
-            for group in self._open:
-                if group.name == name and (place := group.take_place()):
-                    return group, place
         key = (self._present.step, self._next_index)
-        self._next_index += 1
         task = {"id": name or f"external-{key[0]}-{key[1]}"} | task
+        if name is not None:
+            digest = task_digest(task)
+            for group in self._open:
+                is_same = group.name == name and group.digest == digest
+                if is_same and (place := group.take_place()):
+                    return group, place
+        self._next_index += 1
         group = OpenGroup(key, name, task, self._config.rollout.group_size)
+        self._warn_of_incomplete()
         self._open.append(group)
         place = group.take_place()
         assert place is not None, "a new group has a place"
         return group, place
+
+    def _warn_of_incomplete(self) -> None:
+        """Warn if many groups wait for attempts that nobody makes, and again if twice as many."""
+        if len(self._open) < self._num_to_warn:
+            return
+        self._num_to_warn *= 2
+        left = [group for group in self._open if not group.is_running]
+        if 2 * len(left) >= len(self._open):
+            log.warning(
+                "%d groups have fewer than rollout.group_size=%d attempts and none is running, "
+                "such as %s; a step takes only complete ones, so open that many rollouts for each "
+                "task, with the same group and an equal task",
+                *(len(left), self._config.rollout.group_size, brief(left[0].name)),
+                extra={"event": "groups_incomplete", "number": len(left)},
+            )
 
     async def _run(
         self,
@@ -218,9 +260,8 @@ class ExternalGroups:
                     store.add_external_group,
                     *(request.group_id, request.step, group.name, group.task),
                 )
-            rollout = await self._runner.run_once(
-                request, attempt, partial(self._agents.run, opened), draw=attempt
-            )
+            execution = Execution(partial(self._agents.run, opened))
+            rollout = await self._runner.run_once(request, attempt, execution, draw=attempt)
             await self._finish(group, rollout)
         except Exception as error:  # noqa: BLE001  (of our code: `take` raises it)
             self._error = error

@@ -1,5 +1,7 @@
 """Group from outside that still takes rollouts."""
 
+import hashlib
+import json
 from dataclasses import dataclass, field
 
 from lightning_jax.train.step_groups import Key
@@ -18,9 +20,11 @@ class OpenGroup:
     free: list[tuple[int, int]] = field(default_factory=list)  # index and attempt, to try again
     num_begun: int = 0  # indices in use
     version: int = field(init=False)  # of the newest call of a finished rollout
+    digest: str = field(init=False)  # of the task
 
     def __post_init__(self) -> None:
         self.version = self.key[0]
+        self.digest = task_digest(self.task)
 
     @property
     def is_complete(self) -> bool:
@@ -48,3 +52,9 @@ class OpenGroup:
     def give_up(self, index: int, attempt: int) -> None:
         """Free the place of an attempt without a result."""
         self.free.append((index, attempt + 1))
+
+
+def task_digest(task: Task) -> str:
+    """Return a digest of the task as JSON, in which the store keeps it."""
+    text = json.dumps(task, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -161,8 +161,12 @@ async def test_a_cluster_that_is_too_small_is_refused(cluster: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
-async def test_agents_run_in_placed_workers_and_a_killed_one_costs_an_attempt(
-    cluster: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [(signal.SIGKILL, "worker_lost"), (signal.SIGSTOP, "worker_silent")],
+)
+async def test_agents_run_in_placed_workers_and_a_lost_one_costs_an_attempt(
+    cluster: Any, tmp_path: Path, ending: signal.Signals, reason: str
 ) -> None:
     (tmp_path / "own_agent.py").write_text(AGENT)
     gate = tmp_path / "gate"
@@ -171,7 +175,7 @@ async def test_agents_run_in_placed_workers_and_a_killed_one_costs_an_attempt(
     asked = ClusterConfig(
         cluster.address, 2, sampler_resources=SAMPLER, workers=2, worker_resources={"CPU": 0.5}
     )
-    agent = AgentConfig(f"{tmp_path}/own_agent.py:run")
+    agent = AgentConfig(f"{tmp_path}/own_agent.py:run", lease_s=5.0)
     config = settings(cluster, tmp_path, cluster=asked, agent=agent)
     async with open_run(config, tasks, tasks) as run:
         row = await run.one_step()
@@ -187,12 +191,12 @@ async def test_agents_run_in_placed_workers_and_a_killed_one_costs_an_attempt(
             while len(running) < 32:
                 await asyncio.sleep(0.1)
                 running = [r for r in run.store.rollouts(step=1) if r.status == "running"]
-        os.kill(workers[0], signal.SIGKILL)
-        await until(lambda: [r for r in run.store.rollouts(step=1) if r.reason == "worker_lost"])
+        os.kill(workers[0], ending)
+        await until(lambda: [r for r in run.store.rollouts(step=1) if r.reason == reason])
         gate.touch()
         row = await stepping
         assert row["rollout/num_scored"] == 32.0
-        lost = [r for r in run.store.rollouts(step=1) if r.reason == "worker_lost"]
+        lost = [r for r in run.store.rollouts(step=1) if r.reason == reason]
         assert len(lost) >= 5 and {r.attempt for r in lost} == {1}
         queue = run.gateway._leases.queue
         assert queue is not None

@@ -17,6 +17,7 @@ import pytest
 
 from lightning_jax.engine import grammar_child
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.generation import EngineError
 from lightning_jax.engine.grammar import (
     GrammarCompiler,
     GrammarError,
@@ -82,6 +83,29 @@ def test_memory_limit_ends_compilation() -> None:
     compiler = GrammarCompiler(TINY, limits=GrammarLimits(timeout_s=60.0, memory_mib=64.0))
     reason, text = refusal(compiler, HUGE)
     assert reason == "memory" and "serve.grammar_memory_mib" in text
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (signal.SIGPROF, "time"),
+        (signal.SIGABRT, "memory"),
+        (signal.SIGSEGV, "crash"),
+        (signal.SIGALRM, None),  # a busy machine
+        (signal.SIGKILL, None),  # the kernel, when the machine's memory runs out
+        (signal.SIGTERM, None),
+        (0, None),  # the process exited without a report
+    ],
+)
+def test_only_what_the_grammar_does_is_its_fault(status: int, reason: str | None) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.send(bytes([status]))
+        found = GrammarProcess(ours, GrammarLimits()).why()
+    if reason is None:
+        assert isinstance(found, GrammarProcessLost)
+    else:
+        assert isinstance(found, GrammarError) and found.reason == reason
 
 
 def test_long_grammar_starts_no_process() -> None:
@@ -160,7 +184,8 @@ async def test_killed_grammar_process_fails_its_own_response(model, engine) -> N
         await anext(doomed)
         (victim,) = children_of(server.pid) - others
         os.kill(victim, signal.SIGKILL)
-        assert (await doomed.result()).finish_reason == "error"
+        with pytest.raises(EngineError):  # the kernel's fault, not the grammar's
+            await doomed.result()
         assert (await spared.result()).text == "b" * 80
         assert len((await plain.result()).token_ids) == 90
         assert loop.status == "ok" and loop.stats()["serve/grammar_errors"] == 1

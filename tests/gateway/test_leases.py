@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from coded import raises_coded
 from gateway_bench import Bench
+from log_events import records
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway import leases
-from lightning_jax.gateway.leases import LeaseLost, LeaseQueue, Report
+from lightning_jax.gateway.lease_protocol import VERSION
+from lightning_jax.gateway.lease_report import Report
+from lightning_jax.gateway.leases import LeaseLost, LeaseQueue
 
 AGENT = {"agent.function": "abc"}
 SCORED: dict[str, Any] = {"status": "scored", "reward": 0.5, "metrics": {"f1": 1.0}}
@@ -27,17 +30,17 @@ async def _queue(bench: Bench, lease_s: float = 30.0) -> AsyncIterator[LeaseQueu
         yield queue
 
 
-async def _run(queue: LeaseQueue, name: str) -> Report:
-    async with queue.worker() as worker:
+async def _run(queue: LeaseQueue, name: str, alone: bool) -> Report:
+    async with queue.worker(alone=alone) as worker:
         return await worker.run(json.dumps({"name": name}))
 
 
-def _start(queue: LeaseQueue, name: str = "a") -> asyncio.Task[Report]:
-    return asyncio.create_task(_run(queue, name))
+def _start(queue: LeaseQueue, name: str = "a", *, alone: bool = False) -> asyncio.Task[Report]:
+    return asyncio.create_task(_run(queue, name, alone))
 
 
 async def _take(bench: Bench, worker: str = "w", **changes: Any) -> dict[str, Any]:
-    body = {"worker": worker, "agent": AGENT} | changes
+    body = {"worker": worker, "agent": AGENT, "version": VERSION} | changes
     status, answer, _ = await bench.post(body, path="/v1/leases/take")
     assert status == 200, answer
     return answer
@@ -120,6 +123,104 @@ async def test_silent_worker_loses_its_lease(bench: Bench) -> None:
         assert queue.num_lost == 1
 
 
+async def test_silent_worker_loses_all_leases_and_is_named_to_its_run(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with _queue(bench, lease_s=0.4) as queue:
+        silence = asyncio.create_task(queue.silence("ours"))
+        works = [_start(queue, name) for name in "abc"]
+        for worker in ("ours", "ours", "other"):
+            await _take(bench, worker)
+        asking = asyncio.create_task(_take(bench, "ours"))
+        await asyncio.wait({silence}, timeout=5)
+        assert silence.done() and (await asking)["lease"] is None
+        lost = [work.exception() for work in (await asyncio.wait(works, timeout=5))[0]]
+        assert all(isinstance(error, LeaseLost) and error.is_silent for error in lost)
+        reasons = sorted((error.key, error.reason) for error in lost)  # type: ignore[union-attr]
+        assert reasons == [
+            ("other", "worker_lost"),
+            ("ours", "worker_silent"),
+            ("ours", "worker_silent"),
+        ]
+    named = {(record.worker, record.number) for record in records(caplog, "worker_silent")}
+    assert named == {("ours", 2), ("other", 1)}
+
+
+async def test_work_that_must_be_alone_shares_no_worker(bench: Bench) -> None:
+    async with _queue(bench) as queue:
+        first = _start(queue, "a")
+        held = await _take(bench, "w")
+        alone, later = _start(queue, "alone", alone=True), _start(queue, "b")
+        asking = asyncio.create_task(_take(bench, "w"))
+        await asyncio.wait({asking}, timeout=0.1)
+        assert not asking.done()  # it waits until the worker has nothing else
+        assert (await _take(bench, "v"))["work"] == {"name": "alone"}  # free at once
+        assert (await asking)["work"] == {"name": "b"}
+        await _report(bench, held["lease"], SCORED)
+        again, waits = _start(queue, "again", alone=True), _start(queue, "c")
+        next_w = asyncio.create_task(_take(bench, "w"))
+        await asyncio.wait({next_w}, timeout=0.1)
+        assert not next_w.done()
+        await _report(bench, (await asyncio.shield(asking))["lease"], SCORED)
+        assert (await next_w)["work"] == {"name": "again"}
+        more = asyncio.create_task(_take(bench, "w"))
+        await asyncio.wait({more}, timeout=0.1)
+        assert not more.done()
+        await _report(bench, (await next_w)["lease"], SCORED)
+        assert (await more)["work"] == {"name": "c"}
+        await first
+        for work in (alone, later, again, waits):
+            work.cancel()
+
+
+async def test_first_answer_has_the_length_and_the_version(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "POLL_S", 0.05)
+    async with _queue(bench, lease_s=1.5):
+        answer = await _take(bench)
+        assert answer == {"version": VERSION, "lease_s": 1.5, "lease": None, "work": None}
+
+
+@pytest.mark.parametrize("version", [None, 0, VERSION + 1])
+async def test_worker_of_another_release_is_refused(bench: Bench, version: int | None) -> None:
+    async with _queue(bench):
+        body = {"worker": "w", "agent": {}} | ({} if version is None else {"version": version})
+        status, answer, _ = await bench.post(body, path="/v1/leases/take")
+        assert (status, answer["error"]["code"]) == (409, "other_release")
+
+
+async def test_name_of_a_worker_forges_no_lines_of_the_log(bench: Bench) -> None:
+    async with _queue(bench):
+        for name in ("a\nb", "\x1b[2J", "\x9b", "x" * 201, ""):
+            body = {"worker": name, "agent": AGENT, "version": VERSION}
+            status, answer, _ = await bench.post(body, path="/v1/leases/take")
+            assert (status, answer["error"]["param"]) == (400, "worker")
+
+
+async def test_broken_machine_gets_little_of_the_work(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = {"status": "agent_failure", "reason": "FileNotFoundError"}
+
+    async def serve(worker: str, report: dict[str, Any], seconds: float) -> None:
+        while True:
+            if (lease := (await _take(bench, worker))["lease"]) is not None:
+                await asyncio.sleep(seconds)
+                await _report(bench, lease, report)
+
+    async with _queue(bench) as queue:
+        good = [asyncio.create_task(serve("good", SCORED, 0.2)) for _ in range(4)]
+        bad = [asyncio.create_task(serve("bad", failed, 0.0)) for _ in range(4)]
+        ended = await asyncio.gather(*(_start(queue, str(n)) for n in range(32)))
+        for task in (*good, *bad):
+            task.cancel()
+    num_failed = sum(report.status == "agent_failure" for report in ended)
+    assert 5 <= num_failed <= 9  # 28 of 32 otherwise
+    (named,) = records(caplog, "worker_fails")
+    assert (named.worker, named.reason) == ("bad", "FileNotFoundError")
+
+
 async def test_cancelled_work_is_withdrawn(bench: Bench) -> None:
     async with _queue(bench) as queue:
         running, waiting = _start(queue, "a"), _start(queue, "b")
@@ -192,14 +293,16 @@ async def test_closed_queue_sends_workers_away(bench: Bench) -> None:
         asking = asyncio.create_task(_take(bench))
         await _until(lambda: queue.num_workers == 1)
     assert (await asking)["lease"] is None
-    status, answer, _ = await bench.post({"worker": "w", "agent": AGENT}, path="/v1/leases/take")
+    status, answer, _ = await bench.post(
+        {"worker": "w", "agent": AGENT, "version": VERSION}, path="/v1/leases/take"
+    )
     assert (status, answer["error"]["code"]) == (503, "draining")
 
 
 @pytest.mark.parametrize("agent", [{}, {"agent.function": "xyz"}, AGENT | {"agent.options": "o"}])
 async def test_worker_with_another_agent_is_refused(bench: Bench, agent: dict[str, str]) -> None:
     async with _queue(bench):
-        body = {"worker": "w", "agent": agent}
+        body = {"worker": "w", "agent": agent, "version": VERSION}
         status, answer, _ = await bench.post(body, path="/v1/leases/take")
         assert (status, answer["error"]["code"]) == (409, "wrong_agent")
         named = "agent.options" if "agent.options" in agent else "agent.function"

@@ -1,6 +1,7 @@
 """Tests of outcomes: an agent's result or error fails only its rollout, with the right blame."""
 
 import asyncio
+import errno
 import json
 import socket
 import urllib.error
@@ -112,6 +113,22 @@ def test_a_lost_connection_is_infrastructure(error: BaseException) -> None:
 )
 def test_other_errors_are_the_agents(error: BaseException) -> None:
     assert outcome_of_error(error, LLM_HERE).status == "agent_failure"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+        OSError(errno.EMFILE, "Too many open files"),
+        _raised(ValueError("no answer"), MemoryError("Unable to allocate 3 GiB")),
+        ExceptionGroup("a", [MemoryError(), httpx.ConnectError("no")]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_machine_that_lacks_something_is_never_a_reward(error: BaseException) -> None:
+    outcome = outcome_of_error(error, LLM_HERE)
+    assert (outcome.status, outcome.reward) == ("infrastructure_failure", None)
 
 
 @pytest.mark.parametrize(

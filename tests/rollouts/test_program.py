@@ -111,7 +111,7 @@ async def test_prompts_reach_functions_and_programs(tmp_path: Path) -> None:
         assert await make_agent(config)({"id": "a"}, llm) == 8
     with pytest.raises(Exception, match=r"prompts\.writer"):
         await make_agent(AgentConfig(f"{file}:run", python=sys.executable))({"id": "a"}, URL)
-    work = LeasedWork("r", {"id": "a"}, llm, 1.0, 1, 1.0)
+    work = LeasedWork("r", {"id": "a"}, llm, 1.0, 1)
     assert LeasedWork.from_json(json.loads(work.to_json())) == work
 
 
@@ -518,6 +518,12 @@ async def broken(task, llm):
 async def cut_off(task, llm):
     raise ConnectionRefusedError("the search gave no answer")
 
+async def no_memory(task, llm):
+    raise MemoryError()
+
+async def no_thread(task, llm):
+    raise RuntimeError("can't start new thread")
+
 async def group_of_broken(task, llm):
     error = Exception("two")
     error.exceptions = (ConnectionError("down"), KeyError("no such tool"))
@@ -628,6 +634,8 @@ async def test_its_spans_go_below_the_rollouts(other_agents: Path, tmp_path: Pat
         ("slow", "agent_failure", "deadline", "1 s"),
         ("cut_off", "infrastructure_failure", "ConnectionRefusedError", ""),
         ("cut_off_in_a_group", "infrastructure_failure", "ConnectionRefusedError", ""),
+        ("no_memory", "infrastructure_failure", "MemoryError", ""),
+        ("no_thread", "infrastructure_failure", "RuntimeError", "can't start new thread"),
     ],
 )
 async def test_its_faults_are_those_of_any_coroutine(
@@ -637,6 +645,14 @@ async def test_its_faults_are_those_of_any_coroutine(
     rollout = await rolled_out(tmp_path, there(other_agents, function), timeout_s=limit_s)
     assert (rollout.status, rollout.reason) == (status, reason)
     assert detail in (rollout.detail or "")
+
+
+async def test_there_its_own_limit_of_memory_is_its_fault(
+    other_agents: Path, tmp_path: Path
+) -> None:
+    config = AgentConfig(f"{other_agents}:no_memory", python=sys.executable, memory_mib=2000.0)
+    rollout = await rolled_out(tmp_path, make_agent(config))
+    assert (rollout.status, rollout.reason) == ("agent_failure", "MemoryError")
 
 
 @pytest.mark.parametrize(

@@ -144,3 +144,21 @@ def test_a_long_detail_keeps_its_place(folder: str) -> None:
     assert found.detail.startswith("word word") and found.detail.endswith(f" ... {place}")
     (plain,) = failures([rollout(0, "agent_failure", "E", "word " * 99)])
     assert plain.detail.endswith(" ...") and len(plain.detail) <= 240
+
+
+@pytest.mark.parametrize(
+    ("workers", "named"),
+    [
+        (["a", "a", "a", "b"], "no file (3 in worker a)"),
+        (["a", "a", "b", "b", "a", "b"], "no file"),  # each has half
+        (["a", "a"], "no file"),
+        ([None] * 5, "no file"),
+    ],
+)
+def test_worker_with_most_failures_is_named(workers: list[str | None], named: str) -> None:
+    failed = [
+        replace(rollout(n, "agent_failure", "FileNotFoundError", "no file"), worker=worker)
+        for n, worker in enumerate(workers)
+    ]
+    (found,) = failures(failed)
+    assert (found.count, found.detail) == (len(workers), named)

@@ -162,6 +162,8 @@ async def test_outcomes_have_the_same_words(
             async with _joined(runner, config, f"{TOY}:{function}") as joined:
                 runner = joined if where == "worker" else runner
                 (rollout,) = await run_requests(requests, runner)
+                assert rollout.worker == (None if where == "here" else "w")
+                rollout = replace(rollout, worker=None)
                 found.append((rollout, len(runner.store.spans(rollout.rollout_id))))
     (here, num_spans), (there, _) = found
     assert (there.status, there.reason) == (status, reason)
@@ -294,7 +296,7 @@ async def test_worker_that_stops_gives_its_rollouts_back(tmp_path: Path) -> None
 async def test_worker_that_comes_back_late_is_not_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "BEATS", 0.01)  # no heartbeat in this test
+    monkeypatch.setattr(worker, "beat_s", lambda lease_s: 30.0)  # no heartbeat in this test
     caplog.set_level("INFO", "lightning_jax")
     async with _runner(tmp_path, "slow", max_attempts=1, max_infrastructure_failures=1.0) as runner:
         path = tmp_path / "late.py"
@@ -324,7 +326,7 @@ async def test_metrics_without_a_value_pass_a_worker(tmp_path: Path) -> None:
 def test_metrics_that_another_worker_reports_are_kept_or_counted() -> None:
     metrics = {"f1": None, "em": 0.5, "note": "well done"}
     report = Report(status="scored", reward=0.5, metrics=metrics)
-    assert workers._outcome_of(report, RolloutConfig()).metrics == {
+    assert workers.outcome_of_report(report, RolloutConfig()).metrics == {
         "em": 0.5,
         "dropped_metrics/null/f1": 1.0,
         "dropped_metrics/wrong_type/note": 1.0,
@@ -396,7 +398,7 @@ async def test_worker_waits_for_a_server_that_starts_again(
 async def test_run_without_workers_says_how_to_start_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "HINT_S", 0.05)
+    monkeypatch.setattr(workers, "UNASKED_S", 0.05)
     async with _local(tmp_path, AgentConfig(f"{TOY}:measured"), 0) as runner:
         running = asyncio.create_task(run_requests(make_requests(TASKS, "train", 0, 1), runner))
         await _until(lambda: "no_worker" in events(caplog))

@@ -188,6 +188,7 @@ def test_the_store_of_an_older_release_stays_as_it_is(tmp_path: Path) -> None:
         old.execute("ALTER TABLE rollouts DROP COLUMN task")
         old.execute("ALTER TABLE rollouts DROP COLUMN components")
         old.execute("ALTER TABLE rollouts DROP COLUMN reasons")
+        old.execute("ALTER TABLE rollouts DROP COLUMN worker")
         old.execute("DROP INDEX spans_by_sequence")
         old.execute("ALTER TABLE spans DROP COLUMN sequence")
         old.execute("PRAGMA user_version=1")

@@ -281,7 +281,7 @@ async def test_store_of_10_000_rollouts_is_read_in_pages(tmp_path: Path) -> None
 async def test_store_of_an_older_version_is_shown_and_not_changed(tmp_path: Path) -> None:
     run = records.make_run(tmp_path)
     with contextlib.closing(sqlite3.connect(run / "store.sqlite")) as db:
-        for column in ("components", "reasons"):
+        for column in ("components", "reasons", "worker"):
             db.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
         db.execute("DROP TABLE judge_verdicts")
         db.execute("PRAGMA user_version = 6")

@@ -196,13 +196,30 @@ def test_groups_from_outside_are_read_until_a_step_took_or_dropped_them(store: S
     assert store.external_groups(0, 2)[0] == ExternalGroup("old", 0, 2, "OLD", {"id": "old"})
 
 
+WITHOUT_WORKER = "ALTER TABLE rollouts DROP COLUMN worker;"  # as before version 11
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_rollouts_of_version_10_have_no_worker(tmp_path: Path, read_only: bool) -> None:
+    path = tmp_path / "store.sqlite"
+    with contextlib.closing(Store(path)) as store:
+        store.add_rollout(QUEUED)
+        store.set_status("r1", "running")
+        store.set_status("r1", "agent_failure", reason="ValueError", worker="local-1")
+        assert store.rollout("r1").worker == "local-1"
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.executescript(f"{WITHOUT_WORKER} PRAGMA user_version=10")
+    with contextlib.closing(Store(path, read_only=read_only)) as store:
+        assert (store.rollout("r1").worker, store.rollout("r1").reason) == (None, "ValueError")
+
+
 @pytest.mark.parametrize("read_only", [True, False])
 def test_groups_from_outside_of_version_9_are_read(tmp_path: Path, read_only: bool) -> None:
     path = tmp_path / "store.sqlite"
     with contextlib.closing(Store(path)) as store:
         store.add_external_group("g", 0, None, {"id": "t"})
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.executescript("DROP TABLE dropped_groups; PRAGMA user_version=9")
+        db.executescript(f"{WITHOUT_WORKER} DROP TABLE dropped_groups; PRAGMA user_version=9")
     with contextlib.closing(Store(path, read_only=read_only)) as store:
         assert [group.group_id for group in store.external_groups(0, 4)] == ["g"]
 
@@ -314,6 +331,7 @@ def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> 
         db.execute("ALTER TABLE rollouts DROP COLUMN task")
         db.execute("ALTER TABLE rollouts DROP COLUMN components")
         db.execute("ALTER TABLE rollouts DROP COLUMN reasons")
+        db.execute(WITHOUT_WORKER)
         db.execute("DROP TABLE judge_verdicts")
         db.execute("DROP INDEX spans_by_sequence")
         db.execute("ALTER TABLE spans DROP COLUMN sequence")
@@ -344,6 +362,7 @@ def test_verdicts_of_version_8_are_taken_over(tmp_path: Path, read_only: bool) -
     path = tmp_path / "store.sqlite"
     Store(path).close()
     with sqlite3.connect(path) as db:
+        db.execute(WITHOUT_WORKER)
         db.execute("DROP TABLE judge_verdicts")
         db.execute("CREATE TABLE verdicts (digest TEXT PRIMARY KEY, verdict TEXT NOT NULL)")
         db.execute("INSERT INTO verdicts VALUES ('d', 'old')")

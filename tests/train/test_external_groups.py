@@ -17,13 +17,16 @@ import aiohttp
 import pytest
 import toy_agent
 from coded import raises_coded
+from log_events import records
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rollouts import external
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.settings import ConfigError, save_config
 from lightning_jax.traces.store import Store
+from lightning_jax.train import external_groups
 from lightning_jax.train.check import check_agent, check_start
 from lightning_jax.train.config import CheckpointConfig, Config
 from lightning_jax.train.data import load_tasks
@@ -33,6 +36,7 @@ from lightning_jax.types import LLM, Rollout, Task
 KEY = "owner-key"
 CORRECTED = AlgorithmConfig(proximal="old", correction="truncate", max_staleness=2)
 TASKS: list[Task] = [{"id": "known", "question": "a"}]
+WHOLE = {"id": "whole", "text": "long" * 1000}
 
 
 def _config(run_dir: Path, *, idle_s: float = 60.0, port: int = 0, **rollout: Any) -> Config:
@@ -185,6 +189,98 @@ async def test_rollouts_of_one_name_are_a_group_and_a_full_one_is_followed_by_an
             ("agent_failure", "reported_error")
         }
         assert groups.num_finished == 1  # of the third group
+
+
+async def test_one_name_for_different_tasks_is_a_group_of_each(tmp_path: Path) -> None:
+    async with _serving(_config(tmp_path)) as (groups, product):
+        taking = await _taking(groups, 0, 2)
+        alice = {"question": "q", "answer": "secret of A"}
+        bodies = [
+            {"task": alice, "group": "g"},
+            {"task": {"question": "q", "answer": "B"}, "group": "g"},
+            {"task": dict(reversed(alice.items())), "group": "g"},  # equal
+            {"task": {"id": "known", "question": "mine"}},
+            {"task_id": "known"},
+        ]
+        opened = [await product.open(**body) for body in bodies]
+        assert [o["rollout_id"] for o in opened] == [
+            "train-00000-000-00-1",
+            "train-00000-001-00-1",
+            "train-00000-000-01-1",
+            "train-00000-002-00-1",
+            "train-00000-003-00-1",
+        ]
+        assert {group.name for group in groups._open} == {"g", "known"}
+        taking.cancel()
+
+
+async def test_group_goes_on_with_its_task_after_a_crash(tmp_path: Path) -> None:
+    task = {"id": "x", "numbers": [1, 2.5, None], "é": {"b": True, "a": 1}}
+    for index in range(2):
+        async with _serving(_config(tmp_path)) as (groups, product):
+            taking = await _taking(groups, 0, 1)
+            rollout_id = (await product.serve(task=task))["rollout_id"]
+            assert rollout_id == f"train-00000-000-0{index}-1"
+            taking.cancel()
+
+
+async def test_lost_answers_do_not_lock_a_product_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external, "UNUSED_S", 0.5)
+    async with _serving(_config(tmp_path, concurrency=2)) as (groups, product):
+        taking = await _taking(groups, 0, 1)
+        used = await product.open(task={"id": "a"})
+        await product.answer(used)
+        await product.open(task={"id": "b"})  # its answer is lost
+        assert (await product.open(task={"id": "b"}, expected=429))["code"] == "too_many_rollouts"
+        await asyncio.sleep(0.6)
+        again = await product.open(task={"id": "b"})
+        assert again["rollout_id"] == "train-00000-001-00-2"
+        assert groups.take_metrics()["rollout/num_external_expired"] == 1
+        await product.answer(again)
+        await asyncio.sleep(0.6)  # both have had requests, so both stay
+        assert (await product.open(task={"id": "b"}, expected=429))["code"] == "too_many_rollouts"
+        for opened in (used, again):
+            await product.end(opened, reward=1.0)
+        taking.cancel()
+
+
+async def test_opener_that_hangs_up_leaves_no_rollout(tmp_path: Path) -> None:
+    async with _serving(_config(tmp_path, concurrency=1)) as (groups, product):
+        taking = await _taking(groups, 0, 1)
+        ordinary, is_slow = groups._run, asyncio.Event()
+
+        async def run_late(*arguments: Any) -> None:
+            is_slow.set()
+            await asyncio.sleep(0.3)
+            await ordinary(*arguments)
+
+        groups._run = run_late
+        for _ in range(3):
+            is_slow.clear()
+            opening = asyncio.create_task(product.open(task={"id": "a"}))
+            await is_slow.wait()
+            opening.cancel()
+            await asyncio.wait({opening})
+            async with asyncio.timeout(10):
+                while groups._running:
+                    await asyncio.sleep(0.02)
+        assert groups.take_metrics()["rollout/num_external_unfinished"] == 3
+        taking.cancel()
+
+
+async def test_groups_that_nobody_completes_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(external_groups, "MANY_GROUPS", 4)
+    async with _serving(_config(tmp_path)) as (groups, product):
+        taking = await _taking(groups, 0, 1)
+        for number in range(9):
+            opened = await product.open(task={"time": number}, group="of one name")
+            await product.end(opened, reward=1.0)
+        assert [record.number for record in records(caplog, "groups_incomplete")] == [4, 8]
+        taking.cancel()
 
 
 async def test_end_without_a_reward_uses_the_posted_one(tmp_path: Path) -> None:
@@ -351,7 +447,7 @@ async def _until_open(product: Product) -> dict[str, Any]:
     deadline = time.monotonic() + 120
     while True:
         try:
-            return await product.open(task={"id": "whole", "text": "long" * 1000})
+            return await product.open(task=WHOLE)
         except (aiohttp.ClientError, AssertionError):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.2)
@@ -373,7 +469,7 @@ async def test_killed_run_trains_on_what_was_finished(tmp_path: Path, unused_tcp
             product = Product(f"http://127.0.0.1:{unused_tcp_port}", http)
             opened = await _until_open(product)
             await product.end(opened, reward=await product.answer(opened))
-            await product.serve(task={"id": "whole"})
+            await product.serve(task=WHOLE)
             await product.serve(task={"id": "half"})
             await product.open(task={"id": "half"})  # runs when the trainer dies
             os.kill(process.pid, signal.SIGKILL)
