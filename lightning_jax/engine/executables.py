@@ -1,14 +1,18 @@
 """Executables of programs that come in several sizes, compiled in the order of need.
 
 A program that serves 16 rows also serves one, only slower. So a call whose program is not compiled
-yet runs a larger one, and waits only if there is none. A thread compiles the program itself once
-enough calls have asked for it, because a compilation takes the CPU from everything else.
+yet runs a larger one, and waits only if there is none. The time that is lost so is added up. Once
+it is as long as a compilation, a thread compiles the program itself. That is at most twice what the
+best choice in hindsight takes. Half of it is enough while the engine has nothing to do.
+
+A compilation that only loads a program from the cache on disk takes a tenth of the time. So what
+was compiled by an earlier process is loaded sooner.
 """
 
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -19,9 +23,39 @@ log = logging.getLogger(__name__)
 
 Size = tuple[int, ...]
 
-# Calls of a larger program that take as long as one compilation: with SmolLM2-135M on two cores, 75
-# to 110 ms a step of 16 slots and 6 s. A size that fewer calls want is not worth its compilation.
-CALLS_TO_PAY_BACK = 64
+NUM_TIMED = 3  # calls of each size that are timed, and therefore awaited
+IDLE_SHARE = 0.5  # of a compilation's time, to be lost before an idle engine compiles
+
+
+class Costs:
+    """Seconds of one call by size.
+
+    Sizes that never ran are on a line through those that did. `work` counts what grows with the
+    size, such as padded tokens. With one size measured, `fixed_share` of its time is taken for what
+    a call of any size needs, such as reading the weights.
+    """
+
+    def __init__(self, work: Callable[[Size], float], fixed_share: float) -> None:
+        self.work, self._fixed_share = work, fixed_share
+        self._fastest: dict[Size, float] = {}
+
+    def add(self, size: Size, seconds: float) -> None:
+        """Add a measured call. The fastest call of a size counts, as others had to wait."""
+        self._fastest[size] = min(seconds, self._fastest.get(size, seconds))
+
+    def seconds(self, size: Size) -> float | None:
+        """Return the seconds of a call of this size, or None if nothing was measured yet."""
+        fastest = self._fastest.copy()
+        if size in fastest or not fastest:
+            return fastest.get(size)
+        works = np.array([self.work(other) for other in fastest])
+        times = np.array(list(fastest.values()))
+        if works.min() == works.max():
+            slope = (1 - self._fixed_share) * times.min() / works[0]
+        else:
+            slope = max(float(np.polyfit(works, times, 1)[0]), 0.0)
+        fixed = max(float(times.mean() - slope * works.mean()), 0.0)
+        return fixed + slope * self.work(size)
 
 
 class Compiler:
@@ -42,6 +76,11 @@ class Compiler:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="compiler")
                 self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while the thread compiles."""
+        return self._thread is not None
 
     def close(self) -> None:
         """Drop the queue, and wait for the program that is being compiled."""
@@ -72,12 +111,17 @@ class Executables:
     be called from any thread.
     """
 
-    def __init__(self, name: str, lower: Callable[..., Any], compiler: Compiler) -> None:
-        self.lower = lower
+    def __init__(
+        self, name: str, lower: Callable[..., Any], compiler: Compiler, costs: Costs
+    ) -> None:
+        self.lower, self.costs = lower, costs
         self._name, self._compiler = name, compiler
         self._ready: dict[Size, Any] = {}
         self._locks: dict[Size, threading.Lock] = {}  # held while a thread compiles the size
-        self._calls: Counter[Size] = Counter()  # of `count_call`
+        self._num_timed: Counter[Size] = Counter()
+        self._lost_s: defaultdict[Size, float] = defaultdict(float)
+        self._shapes: dict[Size, Any] = {}  # of the arguments, where time was lost
+        self._compile_s = 0.0  # of the latest compilation
         self._requested: set[Size] = set()
         self._compiling: set[Size] = set()
         self.waited_s = 0.0  # of callers, for executables that were not ready
@@ -92,33 +136,64 @@ class Executables:
         """Number of sizes that are being compiled now."""
         return len(self._compiling)
 
-    def at_least(self, size: Size, *arguments: Any) -> Any:
-        """Return the smallest executable that is as large as `size` in each of its numbers.
+    def run(self, size: Size, *arguments: Any) -> Any:
+        """Run the smallest executable that is as large as `size` in each of its numbers.
 
-        If that is a larger one, count a call for `size`. If there is none, wait for the smallest
-        that is requested, or else compile `size`.
+        If that is a larger one, count the time that it takes longer. If there is none, wait for the
+        smallest that is requested, or else compile `size`.
         """
-        if size in self._ready:
-            return self._ready[size]
-        if ready := _at_least(size, self.ready):
-            self.count_call(size, *arguments)
-            return self._ready[min(ready)]
-        requested = _at_least(size, self._requested.copy())
-        return self.exactly(min(requested, default=size), *arguments)
+        ready = [size] if size in self._ready else _at_least(size, self.ready)
+        if not ready:
+            requested = _at_least(size, self._requested.copy())
+            return self.run_exactly(min(requested, default=size), *arguments)
+        chosen = min(ready)
+        if chosen != size:
+            longer, shorter = self.costs.seconds(chosen), self.costs.seconds(size)
+            self.lose(size, (longer or 0.0) - (shorter or 0.0), *arguments)
+        return self._timed(chosen, arguments)
 
-    def exactly(self, size: Size, *arguments: Any) -> Any:
-        """Return the executable of this size. Compile it, unless that has been done."""
+    def run_exactly(self, size: Size, *arguments: Any) -> Any:
+        """Run the executable of this size. Compile it first, unless that has been done."""
+        self.compile(size, *arguments)
+        return self._timed(size, arguments)
+
+    def compile(self, size: Size, *arguments: Any) -> None:
+        """Compile this size, unless that has been done."""
         if size not in self._ready:
             started = time.monotonic()
             self._compile(size, *arguments)
             self.waited_s += time.monotonic() - started
-        return self._ready[size]
 
-    def count_call(self, size: Size, *arguments: Any, calls: int = 1) -> None:
-        """Count calls that other sizes serve for this one, and request it once it pays back."""
-        self._calls[size] += calls
-        if self._calls[size] >= CALLS_TO_PAY_BACK:
+    def _timed(self, size: Size, arguments: Any) -> Any:
+        if self._num_timed[size] >= NUM_TIMED:
+            return self._ready[size](*arguments)
+        self._num_timed[size] += 1
+        jax.block_until_ready(arguments)  # else their own computation would be timed
+        started = time.monotonic()
+        result = jax.block_until_ready(self._ready[size](*arguments))
+        self.costs.add(size, time.monotonic() - started)
+        return result
+
+    def lose(self, size: Size, seconds: float, *arguments: Any) -> None:
+        """Count time lost because this size is not compiled. Request it once that pays back."""
+        if size not in self._shapes:
+            self._shapes[size] = _shapes(arguments)
+        self._lost_s[size] += max(seconds, 0.0)
+        if self._lost_s[size] >= self._compile_s:
             self.request(size, *arguments)
+
+    def request_while_idle(self) -> bool:
+        """Request the size that lost most time, if that is enough for an idle engine."""
+        waiting = {
+            size: lost_s
+            for size, lost_s in self._lost_s.copy().items()
+            if size not in self._ready and size not in self._requested
+        }
+        worst = max(waiting, key=lambda size: waiting[size], default=None)
+        if worst is None or waiting[worst] < IDLE_SHARE * self._compile_s:
+            return False
+        self.request(worst, *self._shapes[worst])
+        return True
 
     def request(self, size: Size, *arguments: Any) -> None:
         """Let the compiler's thread compile this size, unless that was done or asked for."""
@@ -137,8 +212,8 @@ class Executables:
                 self._ready[size] = self.lower(size, *_shapes(arguments)).compile()
             finally:
                 self._compiling.remove(size)
-            seconds = time.monotonic() - started
-            log.debug("compiled %s %s in %.1f s", self._name, size, seconds)
+            self._compile_s = time.monotonic() - started
+            log.debug("compiled %s %s in %.1f s", self._name, size, self._compile_s)
 
 
 def _at_least(size: Size, sizes: Iterable[Size]) -> list[Size]:

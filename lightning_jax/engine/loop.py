@@ -28,6 +28,8 @@ from lightning_jax.system.threads import Turns
 
 log = logging.getLogger(__name__)
 
+IDLE_S = 0.5  # without work, before a program is compiled that may be needed again
+
 
 @dataclass
 class _Inbox:
@@ -217,9 +219,10 @@ class EngineLoop(SlotLoop[Request]):
     def _turn(self) -> bool:
         """Process the inbox, decode one step, and send the results. Return False when closed."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._inbox or self._intake.failure or self._batcher.is_busy
-            )
+            while not self._changed.wait_for(
+                lambda: self._inbox or self._intake.failure or self._batcher.is_busy, IDLE_S
+            ):
+                self._programs.compile_while_idle()
             if self._intake.failure:
                 return False
             inbox, self._inbox = self._inbox, _Inbox()

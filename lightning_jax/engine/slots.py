@@ -24,7 +24,7 @@ from jaxtyping import Int32
 from lightning_jax.engine import programs
 from lightning_jax.engine.cache.pages import PageCopier
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.executables import Compiler, Executables, Size
+from lightning_jax.engine.executables import Compiler, Costs, Executables, Size
 from lightning_jax.engine.programs import DecodeState, Start, start_of
 from lightning_jax.engine.sampling import Adjustment, Sampled
 from lightning_jax.engine.scheduler import ChunkBatch, plan_prefill, row_counts
@@ -132,6 +132,7 @@ class SlotPrograms:
                 *shapes
             ),
             self.compiler,
+            Costs(lambda size: size[1] * size[2], fixed_share=0.3),
         )
         self._insert = jit(programs.insert_row, donate_argnums=0, out_shardings=state)
         self._activate = jit(programs.activate, donate_argnums=0, out_shardings=state)
@@ -147,7 +148,8 @@ class SlotPrograms:
                 sized = partial(program, segments=size[0], rows=size[1])
                 return jit(sized, donate_argnums=1, out_shardings=(state, plain)).lower(*shapes)
 
-            return Executables(name, lower, self.compiler)
+            costs = Costs(lambda size: size[0] * size[1], fixed_share=0.7)  # to read the weights
+            return Executables(name, lower, self.compiler, costs)
 
         self._generate = decode("generate", generate)
         self._generate_steps = decode("generate_steps", many_steps)
@@ -225,7 +227,7 @@ class SlotPrograms:
             if inputs.adapters is not None:
                 inputs.adapters[:] = [fill.adapter for fill in chosen]
             size = (cache.num_rows, batch.bucket, len(chosen))
-            cache = self._prefill.exactly(size, params, cache, *inputs)(params, cache, *inputs)
+            cache = self._prefill.run_exactly(size, params, cache, *inputs)
         return cache
 
     def _plan_prefill(
@@ -233,29 +235,36 @@ class SlotPrograms:
     ) -> list[ChunkBatch]:
         """Plan batches for prompts of these lengths with the programs that are compiled.
 
-        Others that would be faster are requested once they pay back. If no program is compiled, the
-        smallest is.
+        The time that others would save is counted for them. If no program is compiled, the smallest
+        is.
         """
         best = list(plan_prefill(lengths, self.buckets, self._chunks_at_once))
-        missing = {(b.bucket, len(b.chunks)) for b in best} - self._ready_prefills(cache)
+        missing = {_prefill_size(cache, batch) for batch in best} - self._prefill.ready
         if not missing:
             return best
-        smallest = (self.buckets[0], 1)
-        inputs = self._prompts(*smallest)
-        if smallest not in self._ready_prefills(cache):
-            self._prefill.exactly((cache.num_rows, *smallest), params, cache, *inputs)
-        for bucket, count in missing - {smallest}:
-            inputs = self._prompts(bucket, count)
-            calls = count * bucket // self.buckets[0]  # of the smallest
-            size = (cache.num_rows, bucket, count)
-            self._prefill.count_call(size, params, cache, *inputs, calls=calls)
+        smallest = (cache.num_rows, self.buckets[0], 1)
+        if smallest not in self._prefill.ready:
+            inputs = self._prompts(*smallest[1:])
+            self._prefill.compile(smallest, params, cache, *inputs)
         ready = self._ready_prefills(cache)
         counts = {
             bucket: tuple(count for count in counts if (bucket, count) in ready)
             for bucket, counts in self._chunks_at_once.items()
             if (bucket, 1) in ready
         }
-        return list(plan_prefill(lengths, tuple(counts), counts))
+        plan = list(plan_prefill(lengths, tuple(counts), counts))
+        lost_s = self._prefill_s(cache, plan) - self._prefill_s(cache, best)
+        work = sum(map(self._prefill.costs.work, missing))
+        for size in missing:
+            inputs = self._prompts(*size[1:])
+            share = self._prefill.costs.work(size) / work
+            self._prefill.lose(size, share * lost_s, params, cache, *inputs)
+        return plan
+
+    def _prefill_s(self, cache: KVCache, plan: Sequence[ChunkBatch]) -> float:
+        """Return the seconds that a plan takes, 0.0 while none are known."""
+        seconds = (self._prefill.costs.seconds(_prefill_size(cache, batch)) for batch in plan)
+        return sum(s or 0.0 for s in seconds)
 
     def _ready_prefills(self, cache: KVCache) -> set[tuple[int, int]]:
         """Return the (bucket, number of prompts) of each prefill compiled for this cache."""
@@ -317,7 +326,7 @@ class SlotPrograms:
         else:
             rows, segments, program = self.num_slots, len(self.capacities), self._generate_biased
             arguments = (*arguments, adjustment)
-        return program.at_least((segments, rows), *arguments)(*arguments)
+        return program.run((segments, rows), *arguments)
 
     def adjustment(self, has_bias: bool = False, has_likeliest: bool = False) -> Adjustment:
         """Return a new adjustment that changes no logits: mask bits all 1, bias (if any) all 0."""
@@ -349,6 +358,11 @@ class SlotPrograms:
         """Return the seconds so far in which calls waited for prefill and generate programs."""
         return sum(executables.waited_s for executables in self._sized)
 
+    def compile_while_idle(self) -> None:
+        """Begin to compile a program whose lack has cost time. Call it while there is no work."""
+        if not self.compiler.is_busy:
+            any(executables.request_while_idle() for executables in self._sized)
+
     def compile_first(self, params: Params, state: DecodeState, num_requests: int = 1) -> None:
         """Begin to compile, in a thread, what the first requests need and what can serve all.
 
@@ -371,18 +385,18 @@ class SlotPrograms:
         for bucket, counts in self._chunks_at_once.items():
             for count in counts:
                 inputs = self._prompts(bucket, count)
-                self._prefill.exactly((rows, bucket, count), params, state.cache, *inputs)
+                self._prefill.compile((rows, bucket, count), params, state.cache, *inputs)
         arguments = (params, state, np.zeros(self.num_slots, bool))
         most = len(self.capacities)
         for size in itertools.product(range(1, most + 1), self.slot_counts):
-            self._generate.exactly(size, *arguments)
+            self._generate.compile(size, *arguments)
             if self.steps_per_dispatch > 1:
-                self._generate_steps.exactly(size, *arguments)
+                self._generate_steps.compile(size, *arguments)
         for segments in range(1, most + 1):
             size = (segments, self.num_slots)
-            self._generate_adjusted.exactly(size, *arguments, self.adjustment())
+            self._generate_adjusted.compile(size, *arguments, self.adjustment())
         size = (most, self.num_slots)
-        self._generate_biased.exactly(size, *arguments, self.adjustment(has_bias=True))
+        self._generate_biased.compile(size, *arguments, self.adjustment(has_bias=True))
         adapter = None if self.config.num_adapters is None else 0
         state = self.activate(state, 0, start_of(0, 0, SamplingParams(), 0, adapter))
         return jax.block_until_ready(self.retire(state, range(self.num_slots)))
@@ -424,3 +438,7 @@ def _shardings(mesh: jax.sharding.Mesh | None, config: DecoderConfig) -> tuple[A
         return device, device
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return replicated, cache_sharding(config, mesh)
+
+
+def _prefill_size(cache: KVCache, batch: ChunkBatch) -> Size:
+    return cache.num_rows, batch.bucket, len(batch.chunks)
