@@ -69,12 +69,34 @@ Message = dict[str, Any]
 # ---- Prompts -----------------------------------------------------------------------------------
 
 
-def first_messages(task: Task) -> list[Message]:
-    """Return the start of the conversation: the schema before the question."""
-    return [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": f"{task['schema']}\n\nQuestion: {task['question']}"},
-    ]
+def first_messages(task: Task, *, typed: bool = False, ask: str = "") -> list[Message]:
+    """Return the start of the conversation: the schema before the question, and then `ask`.
+
+    With `typed`, tables are written as statements that create them, with the type of each column.
+    """
+    schema = typed_schema(task) if typed else task["schema"]
+    lines = [f"{schema}\n", f"Question: {task['question']}", *([ask] if ask else [])]
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "\n".join(lines)}]
+
+
+def typed_schema(task: Task) -> str:
+    """Return a task's tables as statements that create them, and its line of foreign keys."""
+    keys = [line for line in task["schema"].splitlines() if line.startswith("Keys:")]
+    columns = "SELECT name, lower(type) FROM pragma_table_info(?)"
+    with closing(_open(task["db_path"])) as db:
+        tables = [
+            f"CREATE TABLE {_quoted(table)} (\n"
+            + ",\n".join(
+                f"  {_quoted(name)} {kind}".rstrip() for name, kind in db.execute(columns, [table])
+            )
+            + "\n);"
+            for (table,) in db.execute(_TABLES).fetchall()
+        ]
+    return "\n".join([*tables, *keys])
+
+
+def _quoted(name: str) -> str:
+    return name if name.isidentifier() else f'"{name}"'
 
 
 def observe(db_path: str, sql: str) -> tuple[str, bool]:
@@ -109,6 +131,7 @@ class State(TypedDict):
     messages: Annotated[list[Message], operator.add]
     sql: str
     turns: int  # queries written
+    max_turns: int
     observation: str
     failed: bool  # the last query raised an error
     wrong: bool  # the checker objects to the query
@@ -157,7 +180,7 @@ async def _rewrite(state: State, runtime: Runtime[Context]) -> dict[str, Any]:
 
 
 def _after_execute(state: State) -> str:
-    if state["turns"] >= MAX_TURNS:
+    if state["turns"] >= state["max_turns"]:
         return END  # no turn is left, so a verdict changes nothing
     return "rewrite" if state["failed"] else "check"
 
@@ -195,10 +218,14 @@ async def answer(
     *,
     sql_tokens: int = MAX_SQL_TOKENS,
     verdict_tokens: int = MAX_VERDICT_TOKENS,
+    max_turns: int = MAX_TURNS,
+    typed: bool = False,
+    ask: str = "",
 ) -> State:
     """Return the finished workflow's state; `sql` is the answer.
 
-    `llm` has base_url, api_key and model.
+    `llm` has base_url, api_key and model. With `max_turns` 1 the first query is the answer, without
+    a check. `typed` and `ask` are those of `first_messages`.
     """
     async with openai.DefaultAsyncHttpxClient(verify=_tls()) as http:
         chat = ChatOpenAI(
@@ -212,7 +239,10 @@ async def answer(
         # Send nothing to LangSmith, regardless of the environment.
         with tracing_context(enabled=False):
             return await _graph().ainvoke(
-                {"messages": first_messages(task)},
+                {
+                    "messages": first_messages(task, typed=typed, ask=ask),
+                    "max_turns": max_turns,
+                },
                 context=Context(task["db_path"], chat, sql_tokens, verdict_tokens),
             )
 
@@ -223,9 +253,23 @@ async def run(
     *,
     sql_tokens: int = MAX_SQL_TOKENS,
     verdict_tokens: int = MAX_VERDICT_TOKENS,
+    max_turns: int = MAX_TURNS,
+    typed: bool = False,
+    ask: str = "",
 ) -> dict[str, float]:
-    """Return the reward of the final query, and whether Spider's own evaluation accepts it."""
-    final = await answer(task, llm, sql_tokens=sql_tokens, verdict_tokens=verdict_tokens)
+    """Return the reward of the final query, and whether Spider's own evaluation accepts it.
+
+    The options are those of `answer`.
+    """
+    final = await answer(
+        task,
+        llm,
+        sql_tokens=sql_tokens,
+        verdict_tokens=verdict_tokens,
+        max_turns=max_turns,
+        typed=typed,
+        ask=ask,
+    )
     return await asyncio.to_thread(score, task, final["sql"])
 
 
@@ -328,12 +372,18 @@ def tidy(sql: str) -> str:
 # ---- Command line ------------------------------------------------------------------------------
 
 
+_TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+
+
+def _open(db_path: str) -> sqlite3.Connection:
+    return sqlite3.connect(f"{Path(db_path).absolute().as_uri()}?mode=ro", uri=True)
+
+
 def read_schema(db_path: str) -> str:
     """Return a database's tables and foreign keys, one table per line."""
-    with closing(sqlite3.connect(f"{Path(db_path).absolute().as_uri()}?mode=ro", uri=True)) as db:
-        tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    with closing(_open(db_path)) as db:
         lines, keys = [], []
-        for (table,) in db.execute(tables).fetchall():
+        for (table,) in db.execute(_TABLES).fetchall():
             columns = db.execute("SELECT name FROM pragma_table_info(?)", [table]).fetchall()
             lines.append(f"{table}({', '.join(name for (name,) in columns)})")
             links = 'SELECT "from", "table", "to" FROM pragma_foreign_key_list(?)'

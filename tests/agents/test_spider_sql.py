@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import shutil
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,21 @@ async def test_limits_are_settings(task: dict[str, Any]) -> None:
     async with serving([GOLD, "CORRECT"]) as server:
         await spider_sql.run(task, server, sql_tokens=200, verdict_tokens=9)
     assert [body["max_completion_tokens"] for body in server.bodies] == [200, 9]
+
+
+async def test_one_query_may_be_all(task: dict[str, Any]) -> None:
+    ask = "Reply with one query."
+    async with serving(["SELECT nothing"]) as server:
+        assert await spider_sql.run(task, server, max_turns=1, typed=True, ask=ask) == WRONG
+    assert server.agents == ["writer"]
+    schema, question = server.bodies[0]["messages"][1]["content"].split("\n\n")
+    assert question == f"Question: What are the names of the dogs?\n{ask}"
+    statements, _, keys = schema.rpartition("\n")
+    assert keys == "Keys: pet.owner_id=owner.owner_id"
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(statements)  # it is SQL, and makes the same columns
+        columns = [row[1] for row in db.execute("PRAGMA table_info(pet)")]
+    assert columns == ["pet_id", "name", "kind", "age", "owner_id"]
 
 
 async def test_a_wrong_query_is_rewritten(task: dict[str, Any]) -> None:
