@@ -31,6 +31,7 @@ class StandInEngine:
         adapter: int | None = None,
         tenant: str | None = None,
         time_limit: TimeLimit | None = None,
+        call: str | None = None,
     ) -> Generation:
         """Return a generation that `answer` completes."""
         generation = Generation(lambda _: None)

@@ -51,6 +51,7 @@ class SlowEngine(Engine):
         adapter: int | None = None,
         tenant: str | None = None,
         time_limit: TimeLimit | None = None,
+        call: str | None = None,
     ) -> Generation:
         self.requests.append(sampling)
         decoder, eos_ids = StreamDecoder(self.tokenizer), self.tokenizer.eos_ids

@@ -68,7 +68,7 @@ class Batcher:
     ) -> list[Delivery]:
         """Take in requests, decode one step, and return the results."""
         for request in submitted:
-            self._scheduler.enqueue(request, request.tenant)
+            self._scheduler.enqueue(request, request.tenant, request.call)
         for request in cancelled:
             self._finish(request, "cancelled")
         self._retire()

@@ -49,6 +49,7 @@ class LoopsByPolicy:
         adapter: int | None = None,
         tenant: str | None = None,
         time_limit: TimeLimit | None = None,
+        call: str | None = None,
     ) -> Generation:
         """Queue a request on the loop with index `adapter`. See `EngineLoop.submit`.
 
@@ -61,7 +62,7 @@ class LoopsByPolicy:
                 key="adapter",
             )
         loop = self._loops[adapter]
-        return loop.submit(prompt_ids, sampling, tenant=tenant, time_limit=time_limit)
+        return loop.submit(prompt_ids, sampling, tenant=tenant, time_limit=time_limit, call=call)
 
     def stats(self) -> dict[str, float]:
         """Return the counters, summed over all loops."""

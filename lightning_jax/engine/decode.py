@@ -31,6 +31,7 @@ class Request:
     adjuster: LogitAdjuster | None  # None: sample from the policy's own logits
     adapter: int | None = None  # index, for a model with several adapters
     tenant: str | None = None  # see Scheduler
+    call: str | None = None
     held: Node | None = None  # cached prefix of the prompt, pinned while waiting
     slot: int | None = None  # None: waiting
     version: int = -1  # weights version at its start

@@ -124,12 +124,13 @@ class Engine:
         adapter: int | None = None,
         tenant: str | None = None,
         time_limit: TimeLimit | None = None,
+        call: str | None = None,
     ) -> Generation:
         """Queue a request on one replica. See `EngineLoop.submit`."""
         # A failed loop is idle, so without this it would get every request.
         loads = [loop.num_open if loop.status != "failed" else FAILED for loop in self._loops]
         chosen = self._loops[self._router.select(prompt_ids, loads) if len(loads) > 1 else 0]
-        return chosen.submit(prompt_ids, sampling, adapter, tenant, time_limit)
+        return chosen.submit(prompt_ids, sampling, adapter, tenant, time_limit, call)
 
     def publish(self, params: Params | None, version: int | None = None) -> None:
         """Use these weights for new requests, and for running ones from their next token on.

@@ -115,12 +115,13 @@ class EngineLoop(SlotLoop[Request]):
         adapter: int | None = None,
         tenant: str | None = None,
         time_limit: TimeLimit | None = None,
+        call: str | None = None,
     ) -> Generation:
         """Queue a request. Call it on an event loop's thread.
 
         `adapter` selects one of a model's several adapters, and is None for other models. `tenant`
-        is the owner of the request: tenants share the slots fairly. A `time_limit` belongs to one
-        request.
+        is the owner of the request, and `call` names the requests that were made together: tenants
+        share the slots fairly, and so do the calls of each. A `time_limit` belongs to one request.
 
         Raises PromptTooLong, QueueFull, Draining, EngineError after a failure, and ValueError for
         an empty prompt or a bias on an unknown token. If a grammar does not compile, the response
@@ -132,7 +133,9 @@ class EngineLoop(SlotLoop[Request]):
         adjuster = self._adjuster(sampling)
         generation = Generation(self._cancel)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        request = Request(generation, prompt, sampling, seed, response, adjuster, adapter, tenant)
+        request = Request(
+            generation, prompt, sampling, seed, response, adjuster, adapter, tenant, call
+        )
         with self._changed:
             self._intake.add(generation, request, tenant)
             self._inbox.submitted.append(request)

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
+Caller = tuple[str | None, str | None]  # tenant and call
 
 CHUNK_OVERHEAD = 32  # cost of one more chunk, in tokens of work
 
@@ -20,65 +21,88 @@ class Admission(Generic[Request]):
 
 
 class Scheduler(Generic[Request]):
-    """Fair queues over a fixed number of slots, one queue per tenant.
+    """Fair queues over a fixed number of slots, one queue per call.
 
-    A tenant is a rollout, or None for calls outside of rollouts. A tenant's requests are served in
-    order of arrival. A free slot goes to the tenant that holds the fewest slots, and among equals
-    to the one served least recently. A rollout that holds half of the slots leaves the last free
-    slot to the others. So their next request does not wait for one of that rollout's responses to
-    end.
+    A call belongs to a tenant: its rollout, or None outside of rollouts. A call's requests are
+    served in order of arrival. A free slot goes to the tenant that holds the fewest slots, and of
+    its calls to the one that holds the fewest. Among equals, it goes to the one served least
+    recently.
+
+    A rollout that holds half of the slots leaves the last free slot to the others, and so does a
+    call outside of rollouts. So the others' next request does not wait for a response to end.
+    Requests without a rollout and a call are not held back.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._free = set(range(slots))
-        # Tenants with waiting requests, least recently served first.
-        self._queues: dict[str | None, deque[Request]] = {}
+        # Tenants with waiting requests, and the calls of each, least recently served first.
+        self._queues: dict[str | None, dict[str | None, deque[Request]]] = {}
         self._held: Counter[str | None] = Counter()  # slots by tenant
-        self._tenants: dict[int, str | None] = {}  # by slot
+        self._held_by_call: Counter[Caller] = Counter()
+        self._callers: dict[int, Caller] = {}  # by slot
         self.running: dict[int, Request] = {}
 
-    def enqueue(self, request: Request, tenant: str | None = None) -> None:
-        """Add a request to the end of its tenant's queue."""
-        self._queues.setdefault(tenant, deque()).append(request)
+    def enqueue(self, request: Request, tenant: str | None = None, call: str | None = None) -> None:
+        """Add a request to the end of its call's queue."""
+        self._queues.setdefault(tenant, {}).setdefault(call, deque()).append(request)
 
     def remove(self, request: Request) -> bool:
         """Remove a waiting request from its queue. Return False if it is not waiting."""
-        for tenant, queue in self._queues.items():
-            for item in queue:
-                if item is request:
-                    queue.remove(item)
-                    if not queue:
-                        del self._queues[tenant]
-                    return True
+        for tenant, calls in self._queues.items():
+            for call, queue in calls.items():
+                for item in queue:
+                    if item is request:
+                        queue.remove(item)
+                        if not queue:
+                            del calls[call]
+                        if not calls:
+                            del self._queues[tenant]
+                        return True
         return False
 
     def admit(self) -> Admission[Request] | None:
-        """Return the next request and its slot, or None if no tenant may have a slot now."""
-        tenants = [tenant for tenant in self._queues if self._may_run(tenant)]
-        if not tenants:
+        """Return the next request and its slot, or None if no call may have a slot now."""
+        if not self._free:
             return None
-        tenant = min(tenants, key=self._held.__getitem__)
-        queue = self._queues.pop(tenant)
+        runnable = {
+            tenant: found
+            for tenant, calls in self._queues.items()
+            if (found := [call for call in calls if self._may_run(tenant, call)])
+        }
+        if not runnable:
+            return None
+        tenant = min(runnable, key=self._held.__getitem__)
+        call = min(runnable[tenant], key=lambda call: self._held_by_call[tenant, call])
+        calls = self._queues.pop(tenant)
+        queue = calls.pop(call)
         request, slot = queue.popleft(), min(self._free)
         if queue:
-            self._queues[tenant] = queue  # behind the others
+            calls[call] = queue  # behind the others
+        if calls:
+            self._queues[tenant] = calls
         self._free.remove(slot)
         self._held[tenant] += 1
-        self._tenants[slot] = tenant
+        self._held_by_call[tenant, call] += 1
+        self._callers[slot] = tenant, call
         self.running[slot] = request
         return Admission(request, slot)
 
-    def _may_run(self, tenant: str | None) -> bool:
-        if len(self._free) > 1 or self._slots == 1 or tenant is None:
-            return bool(self._free)
-        return bool(self._free) and 2 * self._held[tenant] < self._slots
+    def _may_run(self, tenant: str | None, call: str | None) -> bool:
+        """Return whether a free slot may go to this call."""
+        if len(self._free) > 1 or self._slots == 1 or tenant is call is None:
+            return True
+        held = self._held_by_call[None, call] if tenant is None else self._held[tenant]
+        return 2 * held < self._slots
 
     def release(self, slot: int) -> None:
         """Free the slot of a finished request."""
         del self.running[slot]
-        self._held[self._tenants.pop(slot)] -= 1
+        caller = self._callers.pop(slot)
+        self._held[caller[0]] -= 1
+        self._held_by_call[caller] -= 1
         self._held += Counter()  # drops tenants that hold none
+        self._held_by_call += Counter()
         self._free.add(slot)
 
 

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from io import BytesIO
 
 from aiohttp import web
 
 from lightning_jax.gateway.auth import Callers
-from lightning_jax.gateway.dialects.base import Dialect, Reply, Sender
+from lightning_jax.gateway.dialects.base import Dialect, Dump, Event, Reply, Sender
 from lightning_jax.gateway.errors import ApiError, our_fault
 from lightning_jax.gateway.feedback import Reports
 from lightning_jax.gateway.fields import Body, brief
@@ -27,13 +28,11 @@ from lightning_jax.gateway.retries import (
 )
 from lightning_jax.gateway.routing import Route, read_traits
 from lightning_jax.gateway.sessions import HandledCall
-from lightning_jax.gateway.streaming import EventStream
+from lightning_jax.gateway.streaming import PIECE_BYTES, EventStream
 from lightning_jax.gateway.waits import counted_for
 from lightning_jax.system.exhaustion import lacks_resources
 
 log = logging.getLogger(__name__)
-
-BYTES_PER_TOKEN = 16  # approximate size of a token or an alternative in an answer
 
 
 class CallHandler:
@@ -123,16 +122,39 @@ class CallHandler:
 
         with running.listen(keep):
             reply = make_reply(running.context)
+            repeated = len(raw) if reply.repeats_request else 0
             if parsed.stream:
-                return await _stream(running, reply, stream)
+                return await self._stream(running, reply, stream, repeated)
             answers = await running.answers()
-            num_tokens = sum(len(answer.completion.token_ids) for answer in answers)
-            num_bytes = num_tokens * (1 + parsed.top_logprobs) * BYTES_PER_TOKEN
-            if reply.repeats_request:
-                num_bytes += len(raw)
-            dump = json.dumps if num_bytes <= INLINE_BYTES else dump_json  # the same text
-            text = await self._bodies.offload.run(num_bytes, lambda: dump(reply.body(answers)))
-            return web.json_response(text=text)
+            num_bytes = reply.num_bytes(answers) + repeated
+            dump = _dump(num_bytes)
+            text = await self._bodies.offload.run(
+                num_bytes, lambda: dump(reply.body(answers)).encode()
+            )
+            # A file is sent in pieces.
+            body = text if len(text) <= PIECE_BYTES else BytesIO(text)
+            return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+    async def _stream(
+        self, running: RunningCall, reply: Reply, stream: EventStream, repeated: int
+    ) -> web.StreamResponse:
+        """Answer in events. Each whole response among them repeats a request of so many bytes."""
+        await running.accepted()
+        await stream.open()  # the status says that the call was accepted; the rest waits
+        await self._hold(stream, reply.num_bytes(()) + repeated, reply.opening)
+        async for delta in running.deltas():
+            await stream.send(reply.delta(delta))
+        answers = await running.answers()
+        num_bytes = reply.num_bytes(answers) + repeated
+        await self._hold(stream, num_bytes, lambda: reply.ending(answers))
+        return await stream.close()
+
+    async def _hold(
+        self, stream: EventStream, num_bytes: int, events: Callable[[], Iterable[Event]]
+    ) -> None:
+        """Buffer events of roughly `num_bytes`."""
+        dump = _dump(num_bytes)
+        await self._bodies.offload.run(num_bytes, lambda: stream.hold(events(), dump))
 
     def _note_model(self, model: str, sender: Sender) -> None:
         """Log the first unknown model name that the policy answers for."""
@@ -199,10 +221,6 @@ def _our_fault(call: HandledCall) -> Iterator[None]:
         raise our_fault(error, infrastructure=call.reached_engine or short) from error
 
 
-async def _stream(running: RunningCall, reply: Reply, stream: EventStream) -> web.StreamResponse:
-    await running.accepted()
-    await stream.open()  # the status says that the call was accepted; the rest waits for a token
-    stream.hold(reply.opening())
-    async for delta in running.deltas():
-        await stream.send(reply.delta(delta))
-    return await stream.close(reply.ending(await running.answers()))
+def _dump(num_bytes: int) -> Dump:
+    """Return the function that writes JSON of about this length."""
+    return json.dumps if num_bytes <= INLINE_BYTES else dump_json  # the same text

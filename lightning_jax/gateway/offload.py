@@ -15,23 +15,40 @@ T = TypeVar("T")
 
 INLINE_BYTES = 8 * 2**10  # work that takes a few milliseconds runs inline
 NUM_THREADS = 2
+STEP_VALUES = 256  # in one step of `dump_json`: a token with 20 alternatives, for example
+MAX_DEPTH = 16
 
 
-def dump_json(value: Any, *, ensure_ascii: bool = True, depth: int = 5) -> str:
+def dump_json(value: Any, *, ensure_ascii: bool = True, depth: int = MAX_DEPTH) -> str:
     """Return the result of `json.dumps`, made in many short steps so that other threads can run.
 
-    A list or an object nested deeper than `depth` is one step.
+    A list or an object with few values in it, or nested deeper than `depth`, is one step.
     """
+    is_nested = isinstance(value, dict | list | tuple)
+    if not depth or not is_nested or _is_small(value):
+        return json.dumps(value, ensure_ascii=ensure_ascii)
     dump = partial(dump_json, ensure_ascii=ensure_ascii, depth=depth - 1)
-    if depth and isinstance(value, dict):
+    if isinstance(value, dict):
         pairs = (
             f"{json.dumps(name, ensure_ascii=ensure_ascii)}: {dump(item)}"
             for name, item in value.items()
         )
         return "{" + ", ".join(pairs) + "}"
-    if depth and isinstance(value, list | tuple):
-        return "[" + ", ".join(map(dump, value)) + "]"
-    return json.dumps(value, ensure_ascii=ensure_ascii)
+    return "[" + ", ".join(map(dump, value)) + "]"
+
+
+def _is_small(value: Any) -> bool:
+    """Return whether a value has at most STEP_VALUES others in it."""
+    number, found = 0, [value]
+    while found:
+        item = found.pop()
+        inside = item.values() if isinstance(item, dict) else item
+        if isinstance(item, dict | list | tuple):
+            number += len(inside)
+            if number > STEP_VALUES:
+                return False
+            found.extend(inside)
+    return True
 
 
 class Turns:

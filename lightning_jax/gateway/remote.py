@@ -42,6 +42,7 @@ class RemoteEngine:
         adapter: int | None = None,
         tenant: str | None = None,
         time_limit: TimeLimit | None = None,
+        call: str | None = None,
     ) -> NoReturn:
         raise EngineError("no model is loaded; another server answers all calls.")
 

@@ -66,6 +66,7 @@ class PolicyLoop(Protocol):
         adapter: int | None = None,
         tenant: str | None = None,
         time_limit: TimeLimit | None = None,
+        call: str | None = None,
     ) -> Generation: ...
 
     def stats(self) -> dict[str, float]: ...
@@ -284,7 +285,9 @@ class Responder:
     def _submit(self, choice: Choice, call: Call, limit: TimeLimit) -> Generation:
         adapter, tenant = call.route.adapter, call.rollout_id
         try:
-            return self.loop.submit(choice.prompt_ids, choice.sampling, adapter, tenant, limit)
+            return self.loop.submit(
+                choice.prompt_ids, choice.sampling, adapter, tenant, limit, call.call_id
+            )
         except (PromptTooLong, GrammarError):
             raise
         except ValueError as error:

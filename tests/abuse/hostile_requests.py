@@ -188,6 +188,27 @@ def many_long_choices_with_alternatives(attacker: Attacker) -> int:
 
 
 @case
+def stream_of_many_choices_that_is_asked_for_again(attacker: Attacker) -> list[int]:
+    """Join the ended call, so that all of its events are due at once."""
+    body = chat(n=64, max_tokens=50, logprobs=True, top_logprobs=20, stream=True)
+    key = {"Idempotency-Key": "1"}
+    return [attacker.post(CHAT, body, **key)[0] for _ in range(2)]
+
+
+@case
+def stream_that_ends_with_all_alternatives(attacker: Attacker) -> int:
+    body = {"model": "policy", "input": "hi", "max_output_tokens": 400, "stream": True}
+    more = {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "ignore_eos": True}
+    return attacker.post("/v1/responses", body | more)[0]
+
+
+@case
+def long_prompts_echoed_with_alternatives(attacker: Attacker) -> int:
+    body = {"model": "policy", "prompt": ["ab " * 160] * 20, "max_tokens": 1}
+    return attacker.post("/v1/completions", body | {"echo": True, "logprobs": 20})[0]
+
+
+@case
 def choices_beyond_every_queue(attacker: Attacker) -> int:
     return attacker.post(CHAT, chat(n=100_000))[0]
 

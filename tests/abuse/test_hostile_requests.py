@@ -8,8 +8,17 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from arena import SERVE, honest_rollout, open_attacker, resident_mib, slowdown, warm_engine
-from hostile_requests import CASES, Case
+from aiohttp import ClientSession
+from arena import (
+    SERVE,
+    honest_rollout,
+    open_attacker,
+    open_rollout,
+    resident_mib,
+    slowdown,
+    warm_engine,
+)
+from hostile_requests import CASES, CHAT, Case, chat
 
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
@@ -84,3 +93,34 @@ async def test_honest_rollout_beside_it_is_unharmed(
     assert longest_wait_s < alone.longest_wait_s + PATIENCE_S
     assert stop_s < MAX_STOP_S, longest_stop
     assert resident_mib() < GROWTH * before
+
+
+async def test_one_call_leaves_a_slot_to_others_with_its_key(service: Service) -> None:
+    """Admissions in order: each neighbour starts before a second response of the large call."""
+    url, headers = f"{service.gateway.local_url}{CHAT}", {"Authorization": "Bearer owner-key"}
+    large = chat(n=64, max_tokens=480, ignore_eos=True, logprobs=True, top_logprobs=20, stream=True)
+    async with ClientSession(headers=headers) as client, client.post(url, json=large) as response:
+        await response.content.readany()  # it decodes
+        started = [_num_started(service)]
+        for seed in range(3):
+            async with client.post(url, json=chat(seed=seed)) as answer:
+                assert answer.status == 200
+            started.append(_num_started(service))
+    first = SERVE.slots - 1
+    assert started == [first, first + 1, first + 2, first + 3]
+
+
+async def test_calls_of_one_rollout_share_its_slots(service: Service) -> None:
+    llm = open_rollout(service, "both", seed=1)
+    url, headers = f"{llm.base_url}/chat/completions", {"Authorization": f"Bearer {llm.api_key}"}
+    large = chat(n=64, max_tokens=200, ignore_eos=True, stream=True)
+    async with ClientSession(headers=headers) as client, client.post(url, json=large) as response:
+        await response.content.readany()
+        async with client.post(url, json=chat()) as answer:
+            assert answer.status == 200
+        assert _num_started(service) < 64  # not behind all of the large call
+
+
+def _num_started(service: Service) -> int:
+    """Return the number of responses that have had a slot."""
+    return int(service.loop.stats()["serve/requests"])

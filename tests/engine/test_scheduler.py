@@ -1,5 +1,7 @@
 """Tests of slot assignment in order of arrival, and of chunk plans with little padding."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,20 +62,52 @@ def test_a_tenant_with_half_of_the_slots_leaves_the_last_one():
     assert who.admit() is not None
 
 
+def test_calls_of_one_tenant_take_turns():
+    who: Scheduler[str] = Scheduler(4)
+    for name in ("big0", "big1", "big2", "big3"):
+        who.enqueue(name, "a", "big")
+    who.enqueue("small", "a", "small")
+    assert [admission.request for admission in iter(who.admit, None)] == ["big0", "small", "big1"]
+    who.enqueue("late", "a", "late")
+    who.release(0)
+    admission = who.admit()
+    assert admission is not None and admission.request == "late"
+    assert who.remove("big3") and not who.remove("big3")
+
+
+def test_a_call_of_no_rollout_leaves_the_last_slot_to_the_others():
+    who: Scheduler[str] = Scheduler(4)
+    for number in range(9):
+        who.enqueue(f"big{number}", None, "big")
+    assert len(list(iter(who.admit, None))) == 3
+    for name in ("b", "c"):
+        who.enqueue(name, None, name)
+        admission = who.admit()
+        assert admission is not None and admission.request == name
+        who.release(admission.slot)
+    assert who.admit() is None  # left to others again
+    who.release(0)
+    admission = who.admit()
+    assert admission is not None and admission.request == "big3"
+
+
 @pytest.mark.parametrize(("slots", "tenant"), [(1, "a"), (4, None)])
-def test_one_slot_and_calls_of_no_rollout_are_not_held_back(slots, tenant):
+def test_one_slot_and_requests_of_no_call_are_not_held_back(slots, tenant):
     who: Scheduler[str] = Scheduler(slots)
     for number in range(6):
         who.enqueue(str(number), tenant)
     assert len(list(iter(who.admit, None))) == slots
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
-def test_nobody_is_lost_and_each_tenant_keeps_its_order(events):
-    who: Scheduler[tuple[str, int]] = Scheduler(3)
-    served: list[tuple[str, int]] = []
-    for number, (tenant, frees) in enumerate(events):
-        who.enqueue((tenant, number), tenant)
+callers = st.tuples(st.sampled_from(("a", "b", None)), st.sampled_from(("x", "y", None)))
+
+
+@given(st.lists(st.tuples(callers, st.booleans()), max_size=60))
+def test_nobody_is_lost_and_each_call_keeps_its_order(events):
+    who: Scheduler[tuple[Any, int]] = Scheduler(3)
+    served: list[tuple[Any, int]] = []
+    for number, (caller, frees) in enumerate(events):
+        who.enqueue((caller, number), *caller)
         served += [admission.request for admission in iter(who.admit, None)]
         if frees and who.running:
             who.release(min(who.running))
@@ -81,8 +115,8 @@ def test_nobody_is_lost_and_each_tenant_keeps_its_order(events):
         who.release(min(who.running))
         served += [admission.request for admission in iter(who.admit, None)]
     assert sorted(number for _, number in served) == list(range(len(events)))
-    for tenant in "abc":
-        numbers = [number for name, number in served if name == tenant]
+    for caller in {caller for caller, _ in events}:
+        numbers = [number for name, number in served if name == caller]
         assert numbers == sorted(numbers)
 
 

@@ -5,6 +5,7 @@ import gzip
 import json
 import threading
 import zlib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from hypothesis import strategies as st
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway import fields, offload, unknown_fields
 from lightning_jax.gateway.dialects.openai_chat import ChatReply
+from lightning_jax.gateway.dialects.openai_completions import CompletionsReply
 from lightning_jax.gateway.errors import MAX_MESSAGE, ApiError
 from lightning_jax.gateway.fields import MAX_DEPTH, _without_strings, num_values
 from lightning_jax.gateway.http import Bodies
 from lightning_jax.gateway.offload import INLINE_BYTES, Offload
 from lightning_jax.gateway.prompt.call_syntax import MAX_VALUES, read_arguments
 from lightning_jax.gateway.request import check_model
+from lightning_jax.gateway.streaming import EventStream
 from lightning_jax.models.tokenizer import Tokenizer
 
 BODY: dict[str, Any] = {
@@ -237,10 +240,30 @@ async def test_closed_offload_takes_no_more_work() -> None:
 @settings(deadline=None, max_examples=200)
 @given(value=json_values)
 def test_json_is_written_as_the_library_writes_it(value: Any) -> None:
-    assert offload.dump_json(value) == json.dumps(value)
-    text = offload.dump_json(value, ensure_ascii=False)
-    assert text == json.dumps(value, ensure_ascii=False)
-    assert offload.dump_json({"a": (1, value)}, depth=1) == json.dumps({"a": [1, value]})
+    with pytest.MonkeyPatch.context() as patch:
+        for most in (offload.STEP_VALUES, 1):
+            patch.setattr(offload, "STEP_VALUES", most)
+            assert offload.dump_json(value) == json.dumps(value)
+            text = offload.dump_json(value, ensure_ascii=False)
+            assert text == json.dumps(value, ensure_ascii=False)
+            assert offload.dump_json({"a": (1, value)}, depth=1) == json.dumps({"a": [1, value]})
+
+
+def test_json_is_written_in_steps_of_few_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = [{"token": "a", "logprob": -1.5, "bytes": [97]}] * 20
+    entries = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": best}] * 30
+    part = {"type": "output_text", "text": "a" * 30, "logprobs": entries}
+    item = {"type": "message", "content": [part]}
+    event = {"response": {"output": [item], "metadata": dict.fromkeys(map(str, range(2000)), "x")}}
+    dumps, lengths = json.dumps, []
+
+    def dump(value: Any, **settings: Any) -> str:
+        lengths.append(len(text := dumps(value, **settings)))
+        return text
+
+    monkeypatch.setattr(offload.json, "dumps", dump)
+    assert offload.dump_json(event) == dumps(event)
+    assert max(lengths) == len(dumps(entries[0]))
 
 
 async def test_a_long_answer_is_written_in_a_thread(
@@ -258,6 +281,81 @@ async def test_a_long_answer_is_written_in_a_thread(
         status, reply, _ = await bench.post(BODY | more)
         assert status == 200 and reply["choices"][0]["message"]
     assert not threads[0].startswith("gateway") and threads[1].startswith("gateway")
+
+
+async def test_long_parts_of_a_stream_are_written_in_a_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    hold = EventStream.hold
+
+    def noting(self: EventStream, *arguments: Any) -> None:
+        threads.append(threading.current_thread().name.startswith("gateway"))
+        hold(self, *arguments)
+
+    monkeypatch.setattr(EventStream, "hold", noting)
+    short = {"model": "policy", "input": "hi", "stream": True, "max_output_tokens": 2}
+    alternatives = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    begins_long = {"metadata": {"k": "x" * INLINE_BYTES}}
+    ends_long = alternatives | {"max_output_tokens": 40}
+    found = []
+    for more in ({}, begins_long, ends_long):
+        headers = {"Authorization": "Bearer right-key"}
+        url = f"{bench.gateway.url}/v1/responses"
+        async with bench.http.post(url, json=short | more, headers=headers) as response:
+            assert response.status == 200 and "response.incomplete" in await response.text()
+        found.append((threads[0], any(threads[1:-1]), threads[-1]))
+        threads.clear()
+    assert found == [(False, False, False), (True, False, True), (False, False, True)]
+
+
+async def test_a_stream_lets_others_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry joins an ended call, so all of its events are due at once."""
+    headers = {"Authorization": "Bearer right-key", "Idempotency-Key": "1"}
+    llm = bench.rollout()
+    headers["Authorization"] = f"Bearer {llm.api_key}"
+    url = f"{llm.base_url}/chat/completions"
+    body = BODY | {"n": 8, "max_tokens": 30, "logprobs": True, "top_logprobs": 20, "stream": True}
+    turns = 0
+    sent: list[int] = []  # turn of each event
+    send = EventStream.send
+
+    async def noting(self: EventStream, events: Any) -> None:
+        sent.append(turns)
+        await send(self, events)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with bench.http.post(url, json=body, headers=headers) as response:
+        first = await response.text()
+    monkeypatch.setattr(EventStream, "send", noting)
+    counting = asyncio.create_task(count())
+    async with bench.http.post(url, json=body, headers=headers) as response:
+        assert await response.text() == first
+    counting.cancel()
+    most = max(Counter(sent).values())
+    assert len(sent) >= 8 * 20 and most * len(first) / len(sent) < 2 * INLINE_BYTES
+
+
+async def test_prompts_with_alternatives_are_written_in_a_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    whole = CompletionsReply.body
+
+    def body(self: CompletionsReply, answers: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return whole(self, answers)
+
+    monkeypatch.setattr(CompletionsReply, "body", body)
+    asked = {"model": "policy", "prompt": "ab " * 20, "max_tokens": 1, "echo": True, "logprobs": 20}
+    status, reply, _ = await bench.post(asked, path="/v1/completions")
+    assert status == 200 and len(reply["choices"][0]["logprobs"]["top_logprobs"]) > 20
+    assert threads[0].startswith("gateway")
 
 
 async def test_a_posted_reward_reads_no_span(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,7 @@ class JetStreamLoop(SlotLoop[_Channel]):
         adapter: int | None = None,
         tenant: str | None = None,
         time_limit: TimeLimit | None = None,
+        call: str | None = None,
     ) -> Generation:
         """Queue a request. See `EngineLoop.submit`.
 

@@ -5,7 +5,6 @@ into a PolicyRequest and a Reply. The Reply turns Answers and Deltas into bodies
 """
 
 import glob
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from lightning_jax.gateway.request import POLICY, PolicyRequest, agent_of, check
 from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.models.tokenizer import Tokenizer
 
+BYTES_PER_TOKEN = 16  # approximate size of a token or an alternative in an answer
 _literal = cache(glob.escape)
 
 
@@ -112,6 +112,15 @@ class Reply(ABC):
         sampled = sum(len(answer.completion.token_ids) for answer in answers)
         return self.context.prompt_tokens(), sampled
 
+    def num_bytes(self, answers: Sequence[Answer]) -> int:
+        """Return roughly the length of what a body with these answers says about tokens."""
+        request = self.request
+        shows_prompt = request.prompts is not None or request.return_token_ids
+        prompts = self.context.prompt_ids if shows_prompt else ()
+        number = sum(map(len, prompts))
+        number += sum(len(answer.completion.token_ids) for answer in answers)
+        return number * (1 + request.top_logprobs) * BYTES_PER_TOKEN
+
     @abstractmethod
     def body(self, answers: Sequence[Answer]) -> Any:
         """Return the whole answer as JSON."""
@@ -130,6 +139,7 @@ class Reply(ABC):
 
 
 MakeReply = Callable[[ReplyContext], Reply]
+Dump = Callable[[Any], str]  # json.dumps, or another function with the same result
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,7 @@ class Framing:
     """Encoding of events as bytes."""
 
     content_type: str
-    frame: Callable[[Event], bytes]
+    frame: Callable[[Event, Dump], bytes]
     end: bytes = b""  # after the last event of a complete stream
     begin: bytes = b""  # before the first event
     between: bytes = b""  # before every other event
@@ -145,15 +155,15 @@ class Framing:
     numbered: bool = False  # every event carries its index in the stream as `sequence_number`
 
 
-def sse(event: Event) -> bytes:
+def sse(event: Event, dump: Dump) -> bytes:
     """Encode an event as a server-sent event."""
     name = f"event: {event.name}\n" if event.name else ""
-    return f"{name}data: {json.dumps(event.data)}\n\n".encode()
+    return f"{name}data: {dump(event.data)}\n\n".encode()
 
 
-def ndjson(event: Event) -> bytes:
+def ndjson(event: Event, dump: Dump) -> bytes:
     """Encode an event as a line of JSON."""
-    return json.dumps(event.data).encode() + b"\n"
+    return dump(event.data).encode() + b"\n"
 
 
 SSE = Framing("text/event-stream", sse)

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -217,7 +218,7 @@ class TokenEntries:
             self.is_start = self.is_start and token_id in self._hidden_ids
         return entries
 
-    @property
+    @cached_property
     def _hidden_ids(self) -> frozenset[int]:
         return self.tokenizer.special_ids | self.tokenizer.eos_ids
 
