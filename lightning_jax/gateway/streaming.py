@@ -48,15 +48,18 @@ class EventStream:
 
     async def close(self) -> web.StreamResponse:
         """Send what is held and the end-of-stream mark, and return the finished response."""
-        await self._write()
-        await self.response.write_eof(self._framing.end + self._framing.close)
-        return self.response
+        return await self._end(self._framing.end + self._framing.close)
 
     async def fail(self, event: Event) -> web.StreamResponse:
         """End the stream with an error event, because its status is already sent."""
         self.hold([event])
-        await self._write()
-        await self.response.write_eof(self._framing.close)
+        return await self._end(self._framing.close)
+
+    async def _end(self, mark: bytes) -> web.StreamResponse:
+        if len(self._held) > PIECE_BYTES:
+            await self._write()
+        data, self._held = self._held, b""
+        await self.response.write_eof(data + mark)
         return self.response
 
     async def _write(self) -> None:
