@@ -32,7 +32,6 @@ from lightning_jax.cli.runtime import (
     is_unwritable,
     keep_compiled,
     lack_of_memory,
-    log_plainly,
     number_of,
     parse,
     settings_layers,
@@ -48,6 +47,8 @@ from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.names import local_path
 from lightning_jax.schema import Positive
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
+from lightning_jax.system.logs import log_plainly
+from lightning_jax.system.text import with_marked_lines
 from lightning_jax.types import PHASES
 
 if TYPE_CHECKING:
@@ -357,5 +358,5 @@ WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, run_studio, run_worke
 
 
 def _fail(message: str, code: int) -> int:
-    print(message, file=sys.stderr)
+    print(with_marked_lines(message), file=sys.stderr)
     return code

@@ -16,7 +16,7 @@ from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError, flatten, read_saved
 from lightning_jax.studio import Axis
 from lightning_jax.studio.tables import Grid, columns
-from lightning_jax.studio.text import printable
+from lightning_jax.system.text import printable
 from lightning_jax.traces.listing import StoreListing
 from lightning_jax.train.directory import LOCK, METRICS, SETTINGS, SOURCES, STORE, require_run
 from lightning_jax.train.metrics import Row, read_metrics

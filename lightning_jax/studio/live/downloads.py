@@ -8,7 +8,7 @@ from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.live.answers import rollout_lines
 from lightning_jax.studio.live.catalog import WatchedRun
 from lightning_jax.studio.page import render_page
-from lightning_jax.studio.text import printable
+from lightning_jax.system.text import printable
 from lightning_jax.traces.listing import Filter
 
 LINES = 200  # read at once
