@@ -9,7 +9,7 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import Any, Literal
 
-from lightning_jax.traces._sqlite import one_sentence, open_file
+from lightning_jax.traces._sqlite import one_sentence, open_file, parse
 from lightning_jax.traces.store import ROLLOUT_COLUMNS, as_rollout, marks
 from lightning_jax.types import Rollout
 
@@ -184,7 +184,7 @@ class StoreListing:
     def tasks(self, rollout_ids: Sequence[str]) -> dict[str, dict[str, str]]:
         """Return the fields of the rollouts' tasks by rollout id."""
         query = f"SELECT rollout_id, task FROM rollouts WHERE rollout_id IN ({marks(rollout_ids)})"
-        return {name: json.loads(task) for name, task in self._all(query, rollout_ids)}
+        return {name: parse(task, dict) for name, task in self._all(query, rollout_ids)}
 
     def seconds(self, rollout_ids: Sequence[str]) -> dict[str, float]:
         """Return the time from the first to the last span of the rollouts that have spans."""

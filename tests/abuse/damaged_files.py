@@ -137,11 +137,11 @@ def write_checkpoints(folder: Path) -> None:
 
 def damage(kind: str, content: bytes, rng: random.Random) -> bytes:
     """Return the content of a file with a few faults."""
-    ways: list[Callable[[bytes, random.Random], bytes]] = [_bytes_damaged]
+    ways: list[Callable[[bytes, random.Random], bytes]] = [bytes_damaged]
     if kind in JSON_FILES:
-        ways += [_json_damaged] * 3
+        ways += [json_damaged] * 3
     if kind in (CHECKPOINT, OLDER) and content.startswith(b"{"):
-        ways += [_json_damaged] * 3
+        ways += [json_damaged] * 3
     if kind == WEIGHTS:
         ways += [_header_damaged] * 3
     if kind == GGUF:
@@ -149,7 +149,8 @@ def damage(kind: str, content: bytes, rng: random.Random) -> bytes:
     return rng.choice(ways)(content, rng)
 
 
-def _bytes_damaged(content: bytes, rng: random.Random) -> bytes:
+def bytes_damaged(content: bytes, rng: random.Random) -> bytes:
+    """Return the content cut, longer, replaced, or with wrong bytes."""
     data = bytearray(content or b"\0")
     match rng.randrange(6):
         case 0:
@@ -168,7 +169,8 @@ def _bytes_damaged(content: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def _json_damaged(content: bytes, rng: random.Random) -> bytes:
+def json_damaged(content: bytes, rng: random.Random) -> bytes:
+    """Return JSON with other values, of any type, in some places."""
     tree = json.loads(content)
     for _ in range(rng.choice([1, 1, 1, 3])):
         tree = _with_odd(tree, rng)
@@ -197,7 +199,7 @@ def _with_odd(tree: Any, rng: random.Random) -> Any:
 def _header_damaged(content: bytes, rng: random.Random) -> bytes:
     """Damage the JSON that begins a safetensors file."""
     size = struct.unpack("<Q", content[:8])[0]
-    header = _json_damaged(content[8 : 8 + size], rng)
+    header = json_damaged(content[8 : 8 + size], rng)
     length = rng.choice([len(header)] * 6 + [0, 2**30, 2**62, len(header) + 8])
     return struct.pack("<Q", length) + header + content[8 + size :]
 
