@@ -59,7 +59,11 @@ class MetricsLog:
 
     def draw(self) -> None:
         """Plot the curves so far beside the file."""
-        plot_curves(self.rows, self.path.with_name("curves.png"), str(self.path.parent))
+        path = self.path.with_name("curves.png")
+        try:
+            plot_curves(self.rows, path, str(self.path.parent))
+        except OSError as error:  # the rows are what counts, and an error may be on its way
+            log.warning("cannot draw %s: %s", path, error, extra={"event": "curves_not_drawn"})
         self._drawn_at = time.monotonic()
 
 

@@ -24,7 +24,7 @@ from lightning_jax.gateway.http import Handler, is_exposed, is_key, key_of, list
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
 from lightning_jax.studio.live.comparing import compare_answer
-from lightning_jax.studio.live.downloads import jsonl_lines, rollout_page, run_page
+from lightning_jax.studio.live.downloads import jsonl_keys, jsonl_lines, rollout_page, run_page
 from lightning_jax.studio.live.shared import Encoded, SharedAnswers, encode
 from lightning_jax.studio.live.throughput import Throughput
 from lightning_jax.studio.live.watch import Watch
@@ -154,13 +154,10 @@ class LiveServer:
         run, wanted = self._run(request), _filter(request)
         headers = {"Content-Type": "application/jsonl"} | _attachment("rollouts.jsonl")
         response = web.StreamResponse(headers=headers | HEADERS)
-        offset = 0
-        lines = await asyncio.to_thread(jsonl_lines, run, wanted, offset)
+        parts = await asyncio.to_thread(jsonl_keys, run, wanted)
         await response.prepare(request)
-        while lines:
-            await response.write(b"".join(lines))
-            offset += len(lines)
-            lines = await asyncio.to_thread(jsonl_lines, run, wanted, offset)
+        for keys in parts:
+            await response.write(await asyncio.to_thread(jsonl_lines, run, keys))
         await response.write_eof()
         return response
 
