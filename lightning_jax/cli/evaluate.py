@@ -26,7 +26,7 @@ from lightning_jax.studio.results import (
     write_results,
 )
 from lightning_jax.studio.tables import as_terminal
-from lightning_jax.studio.text import printable
+from lightning_jax.system.text import printable
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import evenly_spaced, load_tasks

@@ -35,7 +35,6 @@ from lightning_jax.cli.runtime import (
     is_unwritable,
     keep_compiled,
     lack_of_memory,
-    log_plainly,
     number_of,
     parse,
     settings_layers,
@@ -49,7 +48,9 @@ from lightning_jax.cli.worker import add_worker, run_worker
 from lightning_jax.errors import UserError
 from lightning_jax.schema import Positive
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
+from lightning_jax.system.logs import log_plainly
 from lightning_jax.system.process_state import kept_process
+from lightning_jax.system.text import with_marked_lines
 from lightning_jax.types import PHASES
 
 TROUBLESHOOTING = "troubleshooting"  # topic of `help`
@@ -306,5 +307,5 @@ WITHOUT_JAX = (run_new, run_config, run_runs, run_compare, run_studio, run_worke
 
 
 def _fail(message: str, code: int) -> int:
-    print(message, file=sys.stderr)
+    print(with_marked_lines(message), file=sys.stderr)
     return code

@@ -93,13 +93,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return arguments
 
 
-def log_plainly() -> None:
-    """Print this package's log messages as they are, and only warnings of other packages."""
-    # force: libraries imported earlier may have configured the root logger.
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
-    logging.getLogger("lightning_jax").setLevel(logging.INFO)
-
-
 def stop_on_sigterm() -> None:
     """Treat SIGTERM like Ctrl-C, so that the agents' programs are stopped too.
 

@@ -13,6 +13,7 @@ from typing import NoReturn
 from lightning_jax.cli.runtime import cancel_at_stop, lack_of_memory
 from lightning_jax.errors import UserError
 from lightning_jax.studio.live.server import page_of
+from lightning_jax.system.text import printable, with_marked_lines
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import STORE
@@ -68,7 +69,7 @@ def train_and_report(
         raise
     if not is_leader():
         return 0
-    print("\n" + result_table(rows, config.eval.by))
+    print("\n" + printable(result_table(rows, config.eval.by)))
     if learned := learning_table(rows):
         print("\n" + learned)
     with closing(Store(directory / STORE)) as store:
@@ -94,7 +95,7 @@ def _end_at_once(error: Exception) -> NoReturn:
     """
     sentence = str(error) if isinstance(error, UserError) else lack_of_memory(error)
     if sentence is not None:
-        print(f"error: {sentence}", file=sys.stderr)
+        print(with_marked_lines(f"error: {sentence}"), file=sys.stderr)
     else:
         traceback.print_exception(error)
     sys.stdout.flush()

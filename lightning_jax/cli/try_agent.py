@@ -20,7 +20,8 @@ from lightning_jax.studio.load import RunReader, recorded_settings
 from lightning_jax.studio.needs import need_lines, usage_of
 from lightning_jax.studio.results import count_calls
 from lightning_jax.studio.terminal import render_rollout, render_run
-from lightning_jax.studio.text import cut, printable
+from lightning_jax.studio.text import cut
+from lightning_jax.system.text import printable
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import load_tasks

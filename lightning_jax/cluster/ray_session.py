@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -13,9 +14,16 @@ from lightning_jax.cluster.config import AUTO, LOCAL, ClusterConfig
 from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.packages import is_installed
+from lightning_jax.system.text import in_one_line
 
 NAMESPACE = "lightning_jax"
 CONNECT_S = 10.0  # for the head of a cluster to accept a connection
+# Ray reads the first one to learn whether a cluster asks for a token, and the others to find it.
+TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+# For a cluster of this process. Without a token any user of the machine could run code in it. Since
+# 2.59 Ray makes one, but keeps it in a file of the home directory, which agents' programs can read.
+# Ray remembers a process's first token, so there is one for all clusters of this process.
+_OWN_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # options of an actor
 
 
@@ -44,6 +52,8 @@ def ray_session(config: ClusterConfig) -> Iterator[Any]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send statistics to its makers
     if config.address == LOCAL:  # keeps all addresses on the loopback interface
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        if not any(name in os.environ for name in TOKEN_VARIABLES):
+            os.environ |= _OWN_TOKEN
     ray: Any = importlib.import_module("ray")
     settings: dict[str, Any] = {"address": config.address, "namespace": NAMESPACE}
     if config.address == LOCAL:
@@ -53,7 +63,9 @@ def ray_session(config: ClusterConfig) -> Iterator[Any]:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**settings, log_to_driver=False, logging_level="WARNING")
-    except (RuntimeError, ConnectionError, ValueError, TimeoutError) as error:
+    except Exception as error:  # Ray's own errors have no base that all releases have
+        if "Authentication" in type(error).__name__:
+            raise _no_token(str(config.address), error) from error
         raise _unreachable(str(config.address), error) from error
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -89,12 +101,24 @@ def _check_reachable(address: str) -> None:
         raise _unreachable(address, error) from error
 
 
-def _unreachable(address: str, error: Exception) -> ConfigError:
-    why = " ".join(str(error).split())[:300].rstrip(".")
+def _no_token(address: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"the Ray cluster at cluster.address={address} cannot be joined ({why}); start it with "
-        "`ray start --head` on one machine and `ray start --address=HOST:PORT` on the others, with "
-        "the same versions of Ray and Python.",
+        f"the Ray cluster at cluster.address={address} asks for a token ({_brief(error)}); set "
+        "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the token that it was started with.",
+        reason="no_token",
+        key="RAY_AUTH_TOKEN",
+    )
+
+
+def _brief(error: Exception) -> str:
+    return in_one_line(str(error)).rstrip(".")
+
+
+def _unreachable(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the Ray cluster at cluster.address={address} cannot be joined ({_brief(error)}); start "
+        "it with `ray start --head` on one machine and `ray start --address=HOST:PORT` on the "
+        "others, with the same versions of Ray and Python.",
         reason="not_joined",
         key="cluster.address",
     )

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from lightning_jax.cluster.actor import ClusterProcess
+from lightning_jax.system.logs import plain_handler
 
 
 class WorkerActor(ClusterProcess):
@@ -19,7 +20,7 @@ class WorkerActor(ClusterProcess):
         from lightning_jax.rollouts.worker import run_from_settings
 
         sys.path += [path for path in settings["sys_path"] if path not in sys.path]
-        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        logging.basicConfig(level=logging.WARNING, handlers=[plain_handler()])
         self._running = asyncio.create_task(run_from_settings(settings))
         try:
             return await self._running

@@ -22,6 +22,7 @@ from lightning_jax.gateway.dialects.base import Dialect
 from lightning_jax.gateway.errors import ApiError, GatewayError, invalid, our_fault
 from lightning_jax.gateway.fields import Body, as_object, brief, has_more_values, has_surrogates
 from lightning_jax.gateway.offload import Offload
+from lightning_jax.gateway.server_log import server_logger
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +159,7 @@ async def listen(
         on_close,
         handler_cancellation=True,
         access_log=None,
+        logger=server_logger(),
         shutdown_timeout=SHUTDOWN_S,
         auto_decompress=False,  # `Bodies` decompresses, in a thread and within limits
     )

@@ -4,7 +4,9 @@
 special_tokens_map.json and added_tokens.json in its place.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +14,60 @@ import tokenizers
 
 from lightning_jax.errors import Coded
 from lightning_jax.models.plain_files import read_object
+from lightning_jax.system.text import in_one_line
 
 _DECODER = "added_tokens_decoder"
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 
 
-def named_tokens(
-    directory: Path, settings: Mapping[str, Any], error: type[Coded]
-) -> dict[str, Any]:
-    """Return the tokens that have a name, such as `eos_token`, and the lists of other special ones.
+@dataclass(frozen=True)
+class NamedTokens:
+    """Special tokens that a model's files name, as texts."""
+
+    names: Mapping[str, str]  # by their name, such as eos_token
+    others: Sequence[str]
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Texts of the tokens that chat templates may use by their names."""
+        return {name: self.names[name] for name in _NAMES if name in self.names}
+
+
+def named_tokens(directory: Path, settings: Mapping[str, Any], error: type[Coded]) -> NamedTokens:
+    """Return the special tokens that the files name.
 
     `settings` are those of tokenizer_config.json. Where special_tokens_map.json counts, it comes
-    first. Otherwise it only names what `settings` does not. Raise `error` for an unreadable file.
+    first. Otherwise it only names what `settings` does not. Raise `error` for a malformed file.
     """
     older = read_object(directory / "special_tokens_map.json", error)
     merged = {**older, **settings} if _DECODER in settings else {**settings, **older}
     tokens = {n: v for n, v in merged.items() if n.endswith("_token") and isinstance(v, str | dict)}
-    lists = {n: merged[n] for n in _LISTS if merged.get(n)}
-    return {name: token for name, token in tokens.items() if token} | lists
-
-
-def texts(named: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the tokens that chat templates may use by their names."""
-    return {name: _text(named[name]) for name in _NAMES if name in named}
+    with _known_form(directory, error):
+        names = {name: _text(token) for name, token in tokens.items() if token}
+        lists = [merged[name] for name in _LISTS if merged.get(name)]
+        others = [
+            _text(token)
+            for listed in lists
+            for token in (listed.values() if isinstance(listed, dict) else listed)
+        ]
+    return NamedTokens(names, others)
 
 
 def add_declared(
     backend: tokenizers.Tokenizer,
     directory: Path,
     settings: Mapping[str, Any],
-    named: Mapping[str, Any],
+    named: NamedTokens,
     error: type[Coded],
 ) -> None:
     """Add the declared tokens that the vocabulary lacks, in the order of their ids.
 
     Make those that it has special if they are declared so. Raise `error` for a malformed file.
     """
-    special = [value for name, value in named.items() if name not in _LISTS]
-    for name in _LISTS:
-        listed = named.get(name, ())
-        special += listed.values() if isinstance(listed, dict) else listed
-    special_texts = {_text(token) for token in special}
-    try:
+    special = [*named.names.values(), *named.others]
+    special_texts = set(special)
+    with _known_form(directory, error):
         if _DECODER in settings:
             declared = {int(i): _token(fields) for i, fields in settings[_DECODER].items()}
         else:
@@ -72,24 +85,32 @@ def add_declared(
         ]
         taken = {token.content for token in (*known.values(), *unknown)}
         unknown += [
-            _token({"content": text, "special": True})
-            for text in map(_text, special)
-            if text not in taken
+            _token({"content": text, "special": True}) for text in special if text not in taken
         ]
         for token in unknown:
             token.special = token.special or token.content in special_texts
         backend.add_tokens(list(unknown))
-    except (TypeError, ValueError, AttributeError, KeyError) as fault:
+
+
+@contextlib.contextmanager
+def _known_form(directory: Path, error: type[Coded]) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as fault:
         raise error(
-            f"{directory} declares added tokens in a form that is not known ({fault}); save the "
-            "tokenizer again with transformers' AutoTokenizer",
+            f"{directory} declares added tokens in a form that is not known "
+            f"({in_one_line(repr(fault))}); save the tokenizer again with transformers' "
+            "AutoTokenizer",
             reason="malformed",
             key=_DECODER,
         ) from fault
 
 
 def _text(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
+    text = token["content"] if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise TypeError(f"the text of a token is {text!r}")
+    return text
 
 
 def _token(fields: Mapping[str, Any]) -> tokenizers.AddedToken:

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models import chat_template, declared_tokens, token_bytes
+from lightning_jax.models import chat_template, declared_tokens, token_bytes, tokenizer_files
 from lightning_jax.models.end_of_turn import end_of_turn
 from lightning_jax.models.plain_files import malformed, read_object
 from lightning_jax.types import Message
@@ -263,34 +263,17 @@ def from_hf(directory: Path) -> Tokenizer:
     settings = read_object(directory / "tokenizer_config.json", TokenizerError)
     named = declared_tokens.named_tokens(directory, settings, TokenizerError)
     declared_tokens.add_declared(backend, directory, settings, named, TokenizerError)
-    special = declared_tokens.texts(named)
-    eos = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
-    for name in ("generation_config.json", "config.json"):
-        declared = read_object(directory / name, TokenizerError).get("eos_token_id")
-        if declared is not None:
-            eos += declared if isinstance(declared, list) else [declared]
-            break
-    templates = _read_templates(directory, settings)
+    special = named.texts
+    ends = tokenizer_files.declared_ends(directory, TokenizerError)
+    named_end = backend.token_to_id(special.get("eos_token", ""))
+    templates = tokenizer_files.read_templates(directory, settings, TokenizerError)
     return Tokenizer(
         backend,
         template=templates.get("default"),
         tool_template=templates.get(TOOL_TEMPLATE),
-        eos_ids=[i for i in eos if type(i) is int and i >= 0],
+        eos_ids=ends if named_end is None else ends | {named_end},
         special_tokens=special,
     )
-
-
-def _read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name, as transformers finds them."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
-        named = {"default": path} | {other.stem: other for other in others}
-        return {name: file.read_text(encoding="utf-8") for name, file in named.items()}
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        return {entry["name"]: entry["template"] for entry in template}
-    return {} if template is None else {"default": template}
 
 
 class StreamDecoder:

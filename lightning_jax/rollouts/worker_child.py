@@ -16,8 +16,9 @@ from typing import Any
 def main(channel: socket.socket, settings: dict[str, Any]) -> None:
     """Work until the trainer closes the socket."""
     from lightning_jax.rollouts.worker import run_from_settings
+    from lightning_jax.system.logs import plain_handler
 
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, handlers=[plain_handler()])
     error = asyncio.run(_until_closed(channel, run_from_settings(settings)))
     if error is not None:  # no worker can run the agent
         channel.setblocking(True)

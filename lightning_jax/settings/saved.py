@@ -29,7 +29,7 @@ def read_saved(path: Path) -> dict[str, Any]:
         saved = OmegaConf.to_container(OmegaConf.load(path))
         if not saved or not isinstance(saved, dict):
             raise ValueError("it holds no settings")
-    except (YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
+    except (YAMLError, OSError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{path} is damaged ({one_sentence(error)}); delete it to continue with the current "
             "settings, or set another run_dir.",

@@ -23,8 +23,9 @@ from lightning_jax.studio.records import (
     StepCredit,
     TokenView,
 )
-from lightning_jax.studio.text import as_text, printable, split_text, token_texts
+from lightning_jax.studio.text import as_text, split_text, token_texts
 from lightning_jax.studio.tree import in_tree_order
+from lightning_jax.system.text import printable
 from lightning_jax.traces import attributes
 from lightning_jax.traces.tree import call_order, has_choice_spans, is_gateway_call, is_tool
 from lightning_jax.types import Rollout, Span, Transition

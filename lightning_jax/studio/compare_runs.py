@@ -22,8 +22,8 @@ from lightning_jax.studio.evaluation import comparison_table
 from lightning_jax.studio.results import read_evaluations
 from lightning_jax.studio.runs import REWARD, RunSummary, runs_table
 from lightning_jax.studio.tables import Grid, columns
-from lightning_jax.studio.text import printable
 from lightning_jax.system.files import replacing
+from lightning_jax.system.text import printable
 
 Group = Sequence[RunSummary]  # seeds of one experiment, often one run
 

@@ -6,7 +6,7 @@ from lightning_jax.rollouts.compare_tasks import TaskComparison
 from lightning_jax.rollouts.metrics import eval_metrics
 from lightning_jax.studio.results import Calls
 from lightning_jax.studio.tables import Grid, columns
-from lightning_jax.studio.text import printable
+from lightning_jax.system.text import printable
 from lightning_jax.train.monitors import findings
 from lightning_jax.types import Metrics, Rollout
 

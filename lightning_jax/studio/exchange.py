@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_jax.studio.records import CallView
-from lightning_jax.studio.text import as_text, printable
+from lightning_jax.studio.text import as_text
+from lightning_jax.system.text import printable
 from lightning_jax.traces import attributes
 from lightning_jax.types import Span
 

@@ -20,7 +20,7 @@ from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.build import newest_first, view_rollout, view_run
 from lightning_jax.studio.credit import step_credit, trained_on
 from lightning_jax.studio.records import RolloutView, RunView, StepCredit
-from lightning_jax.studio.text import printable
+from lightning_jax.system.text import printable
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store, StoreError
 from lightning_jax.traces.tree import attach_loose_calls

@@ -16,14 +16,14 @@ from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError, flatten, read_saved
 from lightning_jax.studio import Axis
 from lightning_jax.studio.tables import Grid, columns
-from lightning_jax.studio.text import printable
+from lightning_jax.system.text import printable
 from lightning_jax.traces.listing import StoreListing
 from lightning_jax.train.directory import LOCK, METRICS, SETTINGS, SOURCES, STORE, require_run
-from lightning_jax.train.metrics import Row, read_metrics
+from lightning_jax.train.metrics import Row, read_rows
 from lightning_jax.train.report import NOTHING_TRAINED, is_untrained
 from lightning_jax.train.status import is_locked, read_end
 
-Status = Literal["running", "finished", "stopped", "failed"]
+Status = Literal["running", "finished", "stopped", "failed", "unreadable"]
 
 MAX_PARSED = 256  # settings that are kept in memory
 MAX_DEPTH = 5  # of a run below the folder that is searched
@@ -92,7 +92,7 @@ def find_runs(folder: Path) -> list[RunSummary]:
     Raises ConfigError if there is none.
     """
     require_folder(folder)
-    found = [read_run(path, name) for path, name in run_dirs(folder)]
+    found = [_readable(path, name) for path, name in run_dirs(folder)]
     if not found:
         raise ConfigError(
             f"{folder} holds no run; pass the folder that holds your runs, or start one with "
@@ -103,15 +103,30 @@ def find_runs(folder: Path) -> list[RunSummary]:
     return sorted(found, key=lambda run: -(run.started_s or 0.0))
 
 
+def _readable(directory: Path, name: str) -> RunSummary:
+    """Return the summary of a run, or a line about it if it cannot be read."""
+    try:
+        return read_run(directory, name)
+    except (UserError, OSError) as error:
+        nothing: Mapping[str, Any] = MappingProxyType({})
+        why = printable(str(error))
+        return RunSummary(
+            directory, printable(name), "unreadable", why, (), nothing, nothing, nothing, None
+        )
+
+
 def read_run(directory: Path, name: str | None = None) -> RunSummary:
     """Read a run directory. Raises ConfigError if it is none."""
     require_run(directory, SETTINGS)
     settings = _settings(directory / SETTINGS)
     counts, started_s = _stored(directory)
-    rows = tuple(read_metrics(directory / METRICS))
+    found, num_damaged = read_rows(directory / METRICS)
+    rows = tuple(found)
     status, why = _status(directory, rows, settings, counts)
     if status == "finished" and is_untrained(rows):
         why = NOTHING_TRAINED
+    if num_damaged:
+        why = "; ".join(filter(None, (why, f"{METRICS} has {num_damaged} damaged lines")))
     return RunSummary(
         directory=directory,
         name=printable(name or str(directory)),
@@ -239,9 +254,10 @@ def _stored(directory: Path) -> tuple[Mapping[str, int], float | None]:
 
 def _sources(directory: Path) -> Mapping[str, str]:
     try:
-        return dict(json.loads((directory / SOURCES).read_text()))
-    except (OSError, ValueError, TypeError):  # missing or damaged
+        found = dict(json.loads((directory / SOURCES).read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):  # missing or damaged
         return {}
+    return {name: digest for name, digest in found.items() if isinstance(digest, str)}
 
 
 def _status(
@@ -261,8 +277,8 @@ def _status(
 
 
 def _total_steps(settings: Mapping[str, Any]) -> int | None:
-    names = ("num_steps", "warmup.num_steps")
-    return sum(int(settings.get(name, 0)) for name in names) if settings else None
+    values = [settings.get(name, 0) for name in ("num_steps", "warmup.num_steps")]
+    return sum(values) if settings and all(type(value) is int for value in values) else None
 
 
 def _minutes(rows: Sequence[Row]) -> float:

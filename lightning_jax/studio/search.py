@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.studio.build import INPUTS, OUTPUTS
 from lightning_jax.studio.load import RunReader
-from lightning_jax.studio.text import as_text, printable
+from lightning_jax.studio.text import as_text
+from lightning_jax.system.text import printable
 from lightning_jax.traces import attributes
 from lightning_jax.traces.listing import Filter, StoreListing
 from lightning_jax.traces.tree import call_order

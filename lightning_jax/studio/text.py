@@ -5,24 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
-
-# Control characters can move a terminal's cursor or write to its clipboard. Direction characters
-# reverse the text after them. Half a surrogate pair cannot be encoded in UTF-8.
-_DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-_SURROGATES = range(0xD800, 0xE000)
-_SIGNS = (
-    {code: "\ufffd" for code in (*range(0x80, 0xA0), *_DIRECTIONS, *_SURROGATES)}
-    | {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
-    | {0x7F: "\u2421"}
-)
-
-
-def printable(text: str) -> str:
-    """Replace each control character by a visible sign.
-
-    "a\\x1b[2J" becomes "a␛[2J", and line ends become "\\n".
-    """
-    return text.replace("\r\n", "\n").translate(_SIGNS)
+from lightning_jax.system.text import printable
 
 
 def as_text(value: Any) -> str:

@@ -4,12 +4,36 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 PRIVATE = 0o600  # mode of a file readable only by its owner
 SHARED = 0o666  # mode of a file for other users, before the umask
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """Device and number of a file, which stay with it when another takes its path."""
+
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> "FileIdentity":
+        """Return the identity of the file at the path. Raises OSError if there is none."""
+        stat = path.stat()
+        return cls(stat.st_dev, stat.st_ino)
+
+    def is_at(self, path: Path) -> bool:
+        """Return False if the path has no file or another one. If nobody can say, return True."""
+        try:
+            return FileIdentity.of(path) == self
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
 
 
 @contextlib.contextmanager

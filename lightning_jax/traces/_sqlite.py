@@ -1,14 +1,21 @@
 """SQLite file of a Store: its tables, its schema version, and errors that suggest a fix."""
 
 import contextlib
+import json
+import os
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lightning_jax.errors import UserError
 from lightning_jax.system.files import create_private
+from lightning_jax.system.text import in_one_line
 
 SCHEMA_VERSION = 11
+_VERSION = "PRAGMA user_version"
 METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
 # Since version 3. 1: of another run; 2: of a failed run, which repeats them when it resumes.
 SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"
@@ -113,15 +120,14 @@ def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
             reason="not_found",
             key=str(path.parent),
         )
-    where = f"{path.resolve().as_uri()}?mode=ro" if read_only else str(path)
     if not read_only:  # SQLite gives its journals the mode of the file
         with contextlib.suppress(OSError):  # SQLite will report it
             create_private(path)
     with one_sentence(path):
-        db = sqlite3.connect(where, timeout=30.0, check_same_thread=False, uri=read_only)
+        db = _read_only(path) if read_only else _connect(str(path))
     try:
         with one_sentence(path):
-            (version,) = db.execute("PRAGMA user_version").fetchone()
+            (version,) = db.execute(_VERSION).fetchone()
             if read_only and version == SCHEMA_VERSION:
                 return db
             if read_only:
@@ -132,6 +138,46 @@ def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
     except BaseException:
         db.close()
         raise
+    return db
+
+
+def _connect(where: str, *, uri: bool = False) -> sqlite3.Connection:
+    return sqlite3.connect(where, timeout=30.0, check_same_thread=False, uri=uri)
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    """Return a connection that only reads.
+
+    SQLite needs a file beside the store to read one with a journal. Where it cannot be written, as
+    on a read-only mount, a store without a journal is read as it is, and one with a journal from a
+    copy, whose files are deleted once they are open.
+    """
+    uri = path.resolve().as_uri()
+    db = _connect(f"{uri}?mode=ro", uri=True)
+    try:
+        db.execute(_VERSION).fetchone()
+        return db
+    except sqlite3.Error as error:
+        db.close()
+        can_write = os.access(path.parent, os.W_OK)
+        if not isinstance(error, sqlite3.OperationalError) or not path.is_file() or can_write:
+            raise
+    journal = path.with_name(f"{path.name}-wal")
+    if not journal.is_file() or not journal.stat().st_size:
+        return _connect(f"{uri}?mode=ro&immutable=1", uri=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="lightning_jax-") as folder:
+            for file in (path, journal):
+                shutil.copyfile(file, Path(folder) / file.name)
+            db = _connect(f"{(Path(folder) / path.name).as_uri()}?mode=ro", uri=True)
+            db.execute(_VERSION).fetchone()
+    except OSError as error:
+        raise StoreError(
+            f"store {path} has a journal and is on a read-only disk, and cannot be copied to read "
+            f"it ({error}); set TMPDIR to a directory with room.",
+            reason="not_opened",
+            key=str(path),
+        ) from error
     return db
 
 
@@ -183,6 +229,25 @@ def savepoint(db: sqlite3.Connection) -> Iterator[None]:
     db.execute("RELEASE body")
 
 
+def parse(text: Any, kind: type) -> Any:
+    """Return the JSON of a column. Raises StoreError if it is damaged."""
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _damaged_value(error) from error
+    if not isinstance(found, kind):
+        raise _damaged_value(f"{type(found).__name__} instead of {kind.__name__}")
+    return found
+
+
+def _damaged_value(found: object) -> StoreError:
+    return StoreError(
+        f"the store has a value that is not what was written ({in_one_line(str(found))}): it is "
+        "damaged; move it away or use another run_dir.",
+        reason="malformed",
+    )
+
+
 @contextlib.contextmanager
 def one_sentence(path: Path) -> Iterator[None]:
     """Convert SQLite errors to a StoreError that suggests a fix."""
@@ -212,3 +277,9 @@ def one_sentence(path: Path) -> Iterator[None]:
         reason, remedy = remedies.get(name, other)
         message = f"store {path} failed ({error}): {remedy}."
         raise StoreError(message, reason=reason, key=str(path)) from error
+    except UnicodeDecodeError as error:  # in a text of the file, or in SQLite's own message
+        raise StoreError(
+            f"store {path} failed ({error}): it is damaged; move it away or use another run_dir.",
+            reason="malformed",
+            key=str(path),
+        ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import Any, Literal
 
-from lightning_jax.traces._sqlite import one_sentence, open_file
+from lightning_jax.traces._sqlite import one_sentence, open_file, parse
 from lightning_jax.traces.store import ROLLOUT_COLUMNS, as_rollout, marks
 from lightning_jax.types import Rollout
 
@@ -115,6 +115,23 @@ class StoreListing:
         )
         return [as_rollout(row) for row in rows]
 
+    def keys(self, wanted: Filter) -> list[int]:
+        """Return the keys of all matching rollouts for `by_keys`, newest step first.
+
+        Reading the pages of a long list by their offset sorts the whole list for each page.
+        """
+        where, values = wanted.where()
+        order = "ORDER BY step DESC, phase DESC, group_id, place, attempt"
+        return [
+            key for (key,) in self._all(f"SELECT rowid FROM rollouts WHERE {where} {order}", values)
+        ]
+
+    def by_keys(self, keys: Sequence[int]) -> list[Rollout]:
+        """Return the rollouts with these keys, in their order. Deleted ones are left out."""
+        query = f"SELECT rowid, {ROLLOUT_COLUMNS} FROM rollouts WHERE rowid IN ({marks(keys)})"
+        found = {row[0]: as_rollout(row[1:]) for row in self._all(query, keys)}
+        return [found[key] for key in keys if key in found]
+
     def rollout(self, rollout_id: str) -> Rollout | None:
         """Return one rollout, or None if there is none with this id."""
         query = f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE rollout_id = ?"
@@ -184,7 +201,7 @@ class StoreListing:
     def tasks(self, rollout_ids: Sequence[str]) -> dict[str, dict[str, str]]:
         """Return the fields of the rollouts' tasks by rollout id."""
         query = f"SELECT rollout_id, task FROM rollouts WHERE rollout_id IN ({marks(rollout_ids)})"
-        return {name: json.loads(task) for name, task in self._all(query, rollout_ids)}
+        return {name: parse(task, dict) for name, task in self._all(query, rollout_ids)}
 
     def seconds(self, rollout_ids: Sequence[str]) -> dict[str, float]:
         """Return the time from the first to the last span of the rollouts that have spans."""

@@ -25,12 +25,14 @@ from typing import Any, ParamSpec, TypeVar
 from pydantic_core import to_json
 
 from lightning_jax.errors import InvalidValue
+from lightning_jax.system.files import FileIdentity
 from lightning_jax.traces._groups import GroupThread, Job
 from lightning_jax.traces._sqlite import (
     StoreError,
     last_sequence,
     one_sentence,
     open_file,
+    parse,
     savepoint,
 )
 from lightning_jax.traces.context import flush_process_tracer
@@ -106,6 +108,8 @@ class Store:
         self._lock = threading.RLock()
         self._db = open_file(self.path, read_only=read_only)
         self._begin = "BEGIN" if read_only else "BEGIN IMMEDIATE"
+        # A file that is deleted while it is open takes writes that nobody will find.
+        self._written = None if read_only else FileIdentity.of(self.path)
         self._in_group = False  # under the lock
         self._thread = GroupThread(self._run_group)
         try:
@@ -165,14 +169,26 @@ class Store:
             if self._in_group:
                 yield self._db
             else:
+                self._check_present()
                 with self._db:
                     yield self._db
+
+    def _check_present(self) -> None:
+        """Raise StoreError if the file was deleted or replaced since it was opened to write."""
+        if self._written is not None and not self._written.is_at(self.path):
+            raise StoreError(
+                f"store {self.path} was deleted or replaced while the run wrote to it, and what it "
+                "writes now would be lost; restore it, or start again in another run_dir.",
+                reason="deleted",
+                key=str(self.path),
+            )
 
     def _run_group(self, jobs: Sequence[Job]) -> None:
         """Run the jobs in one transaction. If it cannot be committed, all have its error."""
         with self._lock:
             try:
                 with one_sentence(self.path), self._db:
+                    self._check_present()
                     self._db.execute(self._begin)
                     self._in_group = True
                     self._add_spans_of([job for job in jobs if job.function is None])
@@ -294,7 +310,7 @@ class Store:
         with self._transaction() as db:
             query = "SELECT reasons FROM rollouts WHERE rollout_id = ?"
             row = db.execute(query, (rollout_id,)).fetchone()
-        return json.loads(row[0]) if row else {}
+        return parse(row[0], dict) if row else {}
 
     def forget_scores(self, step: int, group_ids: Sequence[str] = ()) -> None:
         """Give rollouts of this step and later ones, and of the groups, the agent's reward again.
@@ -339,7 +355,7 @@ class Store:
         with self._transaction() as db:
             query = "SELECT task FROM rollouts WHERE rollout_id = ?"
             row = db.execute(query, (rollout_id,)).fetchone()
-        return json.loads(row[0]) if row else {}
+        return parse(row[0], dict) if row else {}
 
     def rollouts(
         self, *, phase: str | None = None, step: int | None = None, group_id: str | None = None
@@ -417,13 +433,13 @@ class Store:
         with self._transaction() as db:
             query = "SELECT group_ids FROM step_groups WHERE step = ?"
             row = db.execute(query, (step,)).fetchone()
-        return json.loads(row[0]) if row else []
+        return parse(row[0], list) if row else []
 
     def all_step_groups(self) -> dict[int, list[str]]:
         """Return the ids of the groups of each recorded step, by step."""
         with self._transaction() as db:
             rows = db.execute("SELECT step, group_ids FROM step_groups ORDER BY step").fetchall()
-        return {step: json.loads(group_ids) for step, group_ids in rows}
+        return {step: parse(group_ids, list) for step, group_ids in rows}
 
     def step_of_group(self, group_id: str) -> int | None:
         """Return the step that trained on the group, or None if none is recorded."""
@@ -468,7 +484,7 @@ class Store:
                 "ORDER BY row",
                 (first, step),
             ).fetchall()
-        return [ExternalGroup(*row[:4], task=json.loads(row[4])) for row in rows]
+        return [ExternalGroup(*row[:4], task=parse(row[4], dict)) for row in rows]
 
     # Spans
 
@@ -607,6 +623,7 @@ class TemporaryStore(Store):
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
+        self._written = None  # nobody will look for it
         self._delete = weakref.finalize(self, _delete_store, self._db, directory)
 
     def close(self) -> None:
@@ -702,15 +719,15 @@ def as_rollout(row: tuple[Any, ...]) -> Rollout:
     *fields, metrics, superseded, components, worker = row
     return Rollout(
         *fields,
-        metrics=json.loads(metrics),
+        metrics=parse(metrics, dict),
         superseded=superseded == 1,
-        components=json.loads(components),
+        components=parse(components, dict),
         worker=worker,
     )
 
 
 def _span(row: tuple[Any, ...]) -> Span:
     *ids, attributes, error, sequence = row
-    loaded = json.loads(attributes).items()
+    loaded = parse(attributes, dict).items()
     frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in loaded}
     return Span(*ids, attributes=frozen, error=error, sequence=sequence)

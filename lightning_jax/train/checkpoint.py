@@ -4,9 +4,10 @@ import errno
 import logging
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -16,10 +17,21 @@ from lightning_jax.models.transformer import Params
 from lightning_jax.rl.train_state import TrainState
 from lightning_jax.system.descriptors import causes, is_exhausted
 from lightning_jax.system.files import make_private
+from lightning_jax.system.text import in_one_line
+from lightning_jax.train.checkpoint_files import (
+    find_damage,
+    is_listed,
+    move_into,
+    write_checksums,
+)
 from lightning_jax.train.config import CheckpointConfig
 from lightning_jax.types import Leaf
 
 log = logging.getLogger(__name__)
+
+DAMAGED = "_damaged"  # end of the name of the directory for damaged checkpoints
+MALFORMED = "malformed"  # reason of the error for a damaged checkpoint
+T = TypeVar("T")
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -54,9 +66,12 @@ class Checkpointer:
         be writing there.
         """
         self._directory, self._keep = directory.resolve(), config.keep
+        self._checked: set[int] = set()
         try:
             make_private(self._directory.parent)  # any process may get here first
             make_private(self._directory)
+            if deletes_drafts and jax.process_count() == 1:
+                self._set_aside_unlisted()
             self._manager = ocp.CheckpointManager(
                 self._directory,
                 options=ocp.CheckpointManagerOptions(
@@ -70,6 +85,13 @@ class Checkpointer:
             raise CheckpointError(
                 f"cannot use {directory} for checkpoints: {error}.",
                 reason="not_writable",
+                key=str(directory),
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(
+                f"{directory} has a damaged checkpoint ({in_one_line(str(error))}); resume its "
+                "run, which moves it away, or delete it.",
+                reason=MALFORMED,
                 key=str(directory),
             ) from error
 
@@ -108,8 +130,11 @@ class Checkpointer:
         )
         try:
             self._check_space(_size(kept))
+            self._checked.discard(step)
             self._manager.save(step, args=arguments, force=True)
             self._manager.wait_until_finished()
+            if jax.process_index() == 0:
+                write_checksums(self._directory / str(step))
         except (OSError, ValueError) as error:
             reason, remedy = _remedy(error)
             raise CheckpointError(
@@ -139,27 +164,84 @@ class Checkpointer:
             self._manager.delete(step)
 
     def progress(self, step: int) -> dict[str, Any]:
-        """Return the `progress` object saved with the state of `step`."""
-        return self._read(step, progress=ocp.args.JsonRestore())["progress"]["progress"]
+        """Return the `progress` object saved with the state of `step`.
 
-    def restore(self, like: Any) -> Any:
-        """Load the newest state with the structure, shapes and shardings of `like`.
-
-        Raises CheckpointError if there is none or it does not fit.
+        Raises CheckpointError if it is damaged.
         """
-        step = self.latest_step
+        return self._described(step)["progress"]
+
+    def restore(self, like: Any, step: int | None = None) -> Any:
+        """Load the state of a step with the structure, shapes and shardings of `like`.
+
+        By default it is the newest. Raises CheckpointError if there is none or it does not fit.
+        """
+        step = self.latest_step if step is None else step
         if step is None:
             raise CheckpointError(
                 f"{self._directory} holds no checkpoint.", reason="empty", key=str(self._directory)
             )
         kept = _kept(like)
-        described = self._read(step, progress=ocp.args.JsonRestore())["progress"]
-        self._check_shapes(step, described["shapes"], _shapes(kept))
+        self._check_shapes(step, self._described(step)["shapes"], _shapes(kept))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, kept)
         found = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
         return jax.tree.map(
             lambda state, kept: replace(state, **vars(kept)), like, found, is_leaf=_is_state
         )
+
+    def read_newest(self, read: Callable[[int], T]) -> T:
+        """Return what `read` returns for the newest checkpoint that is not damaged.
+
+        `read` raises CheckpointError with the reason "malformed" for a damaged one. A warning names
+        the checkpoints that are newer than the one that was read, and they are moved to a directory
+        beside this one. If all are damaged, none is moved and the error of the newest is raised.
+        With several processes only the newest is tried, because all must read the same one.
+        """
+        errors: dict[int, CheckpointError] = {}
+        for step in reversed(self.steps):
+            try:
+                found = read(step)
+            except CheckpointError as error:
+                if error.reason != MALFORMED or jax.process_count() > 1:
+                    raise
+                errors[step] = error
+                continue
+            if errors:
+                self._set_aside(list(errors), str(next(iter(errors.values()))))
+                self._manager.reload()
+            return found
+        raise next(iter(errors.values()))
+
+    def _set_aside(self, steps: Sequence[int], why: str) -> None:
+        """Move damaged checkpoints to a directory of their own, with a warning."""
+        folder = self._directory.with_name(f"{self._directory.name}{DAMAGED}")
+        for step in steps:
+            move_into(folder, self._directory / str(step))
+        log.warning(
+            "the checkpoint of step %s is damaged and was moved to %s; resuming from an older one "
+            "(%s)",
+            *(", ".join(map(str, steps)), folder, in_one_line(why)),
+            extra={"event": "checkpoint_damaged", "steps": list(steps)},
+        )
+
+    def _set_aside_unlisted(self) -> None:
+        """Move away checkpoints that would keep Orbax from listing any.
+
+        Raise CheckpointError instead if there are no others.
+        """
+        found = [int(path.name) for path in self._directory.glob("*") if path.name.isdecimal()]
+        unlisted = [step for step in found if not is_listed(self._directory / str(step))]
+        if unlisted and len(unlisted) == len(found):
+            raise self._damaged(max(found), "its metadata is not what was written")
+        if unlisted:
+            self._set_aside(unlisted, "metadata is not what was written")
+
+    def _described(self, step: int) -> dict[str, Any]:
+        """Return the saved shapes and progress. Raise CheckpointError if they are damaged."""
+        found = self._read(step, progress=ocp.args.JsonRestore())["progress"]
+        parts = {name: found.get(name) for name in ("shapes", "progress")} if found else {}
+        if not parts or not all(isinstance(part, dict) for part in parts.values()):
+            raise self._damaged(step, "its progress is not the object that was saved")
+        return parts
 
     def restore_params(self, like: Params, step: int, policy: str = "") -> Params:
         """Load only the weights, in the shardings of `like`.
@@ -179,8 +261,11 @@ class Checkpointer:
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
+            self._check_files(step)
             return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except (OSError, ValueError, KeyError) as error:
+        except (CheckpointError, jax.errors.JaxRuntimeError, MemoryError):
+            raise  # the device or the machine is too small
+        except Exception as error:  # the libraries raise many kinds
             if not (self._directory / str(step)).exists():
                 raise CheckpointError(
                     f"the checkpoint of step {step} in {self._directory} was deleted while it was "
@@ -189,13 +274,34 @@ class Checkpointer:
                     reason="deleted",
                     key=str(step),
                 ) from error
-            raise CheckpointError(
-                f"the checkpoint of step {step} in {self._directory} cannot be read: "
-                f"{str(error).rstrip('.')}. Delete its directory to resume from the previous one, "
-                "or use another run_dir.",
-                reason="malformed",
-                key=str(step),
-            ) from error
+            if (reason := _unreadable(error)) is not None:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} in {self._directory} cannot be read: "
+                    f"{in_one_line(str(error)).rstrip('.')}. Check its permissions, its disk and "
+                    "the limit of open files (`ulimit -Hn`), then run the same command again.",
+                    reason=reason,
+                    key=str(step),
+                ) from error
+            raise self._damaged(step, error) from error
+
+    def _check_files(self, step: int) -> None:
+        """Raise CheckpointError if a file is not the one that was written.
+
+        With several processes the files are not checked, because each would read all of them.
+        """
+        if step in self._checked or jax.process_count() > 1:
+            return
+        if (fault := find_damage(self._directory / str(step))) is not None:
+            raise self._damaged(step, fault)
+        self._checked.add(step)
+
+    def _damaged(self, step: int, fault: object) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint of step {step} in {self._directory} is damaged: "
+            f"{in_one_line(str(fault)).rstrip('.')}. Delete its directory, or use another run_dir.",
+            reason=MALFORMED,
+            key=str(step),
+        )
 
     def _check_shapes(self, step: int, found: dict[str, Any], expected: dict[str, Any]) -> None:
         wrong = sorted(k for k in found | expected if found.get(k) != expected.get(k))
@@ -227,6 +333,16 @@ def _remedy(error: Exception) -> tuple[str, str]:
     if numbers & {errno.ENOSPC, errno.EDQUOT} or os.strerror(errno.ENOSPC) in text:
         return "disk_full", "Free some disk space"
     return "not_writable", "Check the directory and its disk"
+
+
+def _unreadable(error: Exception) -> str | None:
+    """Return the reason if the system could not read a sound file, else None."""
+    if is_exhausted(error) or os.strerror(errno.EMFILE) in str(error):
+        return "open_files"
+    numbers = {cause.errno for cause in causes(error) if isinstance(cause, OSError)}
+    if numbers & {errno.EACCES, errno.EPERM, errno.EIO} or "PERMISSION_DENIED" in str(error):
+        return "not_readable"
+    return None
 
 
 def _is_state(node: Any) -> bool:

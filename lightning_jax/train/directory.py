@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.paths import absolute_paths
+from lightning_jax.system.text import in_one_line
 from lightning_jax.train.config import Config
 
 SETTINGS, SOURCES, METRICS = "config.yaml", "sources.json", "metrics.jsonl"
@@ -48,6 +49,25 @@ def newest_checkpoint(directory: Path) -> int:
     return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
+def exported_step(directory: Path) -> int | None:
+    """Return the step of the weights that a run exported, or None if it has exported none.
+
+    Raises ConfigError if the file that says so is damaged.
+    """
+    path = directory / EXPORTED
+    try:
+        return int(json.loads(path.read_text())["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({in_one_line(repr(error))}); delete it to use the run's newest "
+            "checkpoint.",
+            reason="malformed",
+            key=str(path),
+        ) from error
+
+
 @dataclass(frozen=True)
 class TrainedWeights:
     """Weights of a run on disk: its exported policies, or a checkpoint."""
@@ -62,9 +82,7 @@ def find_weights(directory: Path) -> TrainedWeights:
 
     Raises ConfigError if there is neither.
     """
-    exported = directory / EXPORTED
-    if exported.is_file():
-        step = json.loads(exported.read_text())["step"]
+    if (step := exported_step(directory)) is not None:
         return TrainedWeights(step, directory / "policy", is_exported=True)
     if (step := newest_checkpoint(directory)) >= 0:
         return TrainedWeights(step, directory / CHECKPOINTS / str(step), is_exported=False)

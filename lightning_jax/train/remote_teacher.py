@@ -175,7 +175,12 @@ def connect(config: DistillConfig, tokenizer: Tokenizer, num_ids: int) -> Remote
             key=config.api_key_env,
         )
     client = openai.OpenAI(
-        base_url=config.teacher_url, api_key=key, max_retries=MAX_RETRIES, timeout=TIMEOUT_S
+        base_url=config.teacher_url,
+        api_key=key,
+        max_retries=MAX_RETRIES,
+        timeout=TIMEOUT_S,
+        # A server may not send prompts, which hold hints, to another one.
+        http_client=openai.DefaultHttpxClient(follow_redirects=False),
     )
     teacher = RemoteTeacher(client, config.served_model, tokenizer, config.num_top, num_ids)
     try:

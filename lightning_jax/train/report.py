@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_jax.rollouts.failures import failures
+from lightning_jax.system.text import printable
 from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import CHECKPOINTS
 from lightning_jax.train.monitors import TROUBLESHOOTING, findings, unused_names
@@ -152,7 +153,8 @@ def failure_table(store: Store) -> str:
     ]
     for what, number, reason, example, detail in found:
         such_as = f", such as in {example}" if example else ""
-        lines.append(f"  {what}: {number} {reason}{such_as}" + (f": {detail}" if detail else ""))
+        line = f"  {what}: {number} {reason}{such_as}" + (f": {detail}" if detail else "")
+        lines.append(" ".join(printable(line).splitlines()))
     return "\n".join(lines)
 
 

@@ -56,6 +56,8 @@ from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
 
+LOCK_S = 1.0  # to wait for the lock of a run directory
+
 # Makes the page of a run directory that its server shows. The text is the key that it asks for.
 MakePage = Callable[[Path, str, ReadActivity], web.Application]
 
@@ -212,7 +214,8 @@ def _locked(directory: Path) -> Iterator[None]:
     """Lock the directory. Raises ConfigError if another process trains there."""
     make_private(directory)
     warn_if_open(directory)
-    lock = FileLock(directory / LOCK, blocking=False)
+    # Whoever looks whether a run is going on shares the lock for an instant.
+    lock = FileLock(directory / LOCK, timeout=LOCK_S)
     try:
         lock.acquire()
     except Timeout:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -273,24 +273,32 @@ class Replica:
         return jax.tree.map(np.array, self.model.params)
 
     def _restore(self) -> list[TrainState] | None:
-        """Load the newest checkpoint and its step, or return None if there is none."""
+        """Load the newest sound checkpoint and its step, or return None if there is none."""
         if self.checkpointer.latest_step is None:
             return None
-        self.step = self.checkpointer.latest_step
-        self.progress = self.checkpointer.progress(self.step)
-        found = self.progress.get("adapts", {})
+        like = pack(self.scopes, self._first_states())
+
+        def read(step: int) -> tuple[int, dict[str, Any], Any]:
+            progress = self.checkpointer.progress(step)
+            self._check_adapts(step, progress)
+            return step, progress, self.checkpointer.restore(like, step)
+
+        self.step, self.progress, packed = self.checkpointer.read_newest(read)
+        log.info("resuming from the checkpoint of step %d in %s", self.step, self.config.run_dir)
+        return unpack(self.scopes, packed)
+
+    def _check_adapts(self, step: int, progress: Mapping[str, Any]) -> None:
+        """Raise CheckpointError unless the weights of a checkpoint belong to this model."""
+        found = progress.get("adapts", {})
         for name, value in self.adapts.items():
             if found.get(name) != value:
                 raise CheckpointError(
-                    f"the weights in the checkpoint of step {self.step} were trained with {name} "
+                    f"the weights in the checkpoint of step {step} were trained with {name} "
                     f"{found.get(name)}; expected {value}. Use the model and settings they were "
                     "trained with, or another run_dir.",
                     reason="mismatch",
                     key=name,
                 )
-        packed = self.checkpointer.restore(pack(self.scopes, self._first_states()))
-        log.info("resuming from the checkpoint of step %d in %s", self.step, self.config.run_dir)
-        return unpack(self.scopes, packed)
 
     def _first_reference(self) -> list[Params | None]:
         """Return frozen copies of the weights that learn, if the loss needs them.

@@ -1,19 +1,22 @@
 """State of a run's process, as files in its directory tell it."""
 
 import asyncio
+import fcntl
 import json
+import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
-
-from filelock import FileLock, Timeout
+from typing import Literal, get_args
 
 from lightning_jax.errors import Coded
 from lightning_jax.system.files import write_whole
 from lightning_jax.train.directory import ENDED, LOCK
+
+log = logging.getLogger(__name__)
 
 Status = Literal["finished", "stopped", "failed"]
 
@@ -43,7 +46,12 @@ def recorded_end(directory: Path) -> Iterator[None]:
             end = replace(end, reason=reason, detail=str(error))
         raise
     finally:
-        write_whole(path, json.dumps(asdict(end) | {"time_s": time.time()}) + "\n")
+        try:
+            write_whole(path, json.dumps(asdict(end) | {"time_s": time.time()}) + "\n")
+        except OSError:
+            if end.status == "finished":
+                raise
+            log.warning("cannot write %s, as its directory is gone or not writable", path)
 
 
 def status_of(error: BaseException | None) -> Status:
@@ -57,20 +65,30 @@ def status_of(error: BaseException | None) -> Status:
 def read_end(directory: Path) -> End | None:
     """Return how the run's last process ended, or None if it runs, was killed or is older."""
     try:
-        return End(**json.loads((directory / ENDED).read_text()))
-    except (OSError, ValueError, TypeError):
+        fields = json.loads((directory / ENDED).read_text())
+        texts = [fields[name] for name in ("status", "reason", "detail")]
+        is_sound = all(isinstance(text, str) for text in texts) and texts[0] in get_args(Status)
+        return End(**fields | {"time_s": float(fields["time_s"])}) if is_sound else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
 
 
 def is_locked(directory: Path) -> bool:
-    """Return True if a process trains in the directory. The lock is taken for an instant."""
-    path = directory / LOCK
-    if not path.exists():
+    """Return True if a process trains in the directory.
+
+    The lock is shared for an instant, so that others who ask at the same time see it free. It is
+    not taken, which a trainer that starts would notice.
+    """
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDONLY)
+    except OSError:
         return False
     try:
-        with FileLock(path, timeout=0):
-            return False
-    except Timeout:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
-    except (OSError, NotImplementedError):  # a read-only directory, a file system without locks
+    except OSError:  # a file system without locks
         return False
+    finally:
+        os.close(descriptor)  # which ends the share
+    return False

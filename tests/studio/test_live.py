@@ -27,12 +27,13 @@ from lightning_jax.gateway.activity import Activity, RolloutActivity
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.remote import RemoteEngine
 from lightning_jax.settings import ConfigError
-from lightning_jax.studio.live import answers
+from lightning_jax.studio.live import answers, downloads
 from lightning_jax.studio.live.catalog import Catalog
 from lightning_jax.studio.live.server import ASSETS, LiveServer, page_of, serve_live
 from lightning_jax.studio.live.throughput import WINDOW_S, Throughput
 from lightning_jax.studio.load import ViewError
 from lightning_jax.studio.records import CallView, RolloutView, SpanView, TokenView
+from lightning_jax.traces.listing import Filter
 from lightning_jax.traces.store import Store
 
 FIRST = "train-00003-000-00-1"
@@ -257,6 +258,23 @@ async def test_downloads_are_a_page_and_json_lines(tmp_path: Path) -> None:
 
 
 # Large, old, hostile and vanishing runs
+
+
+async def test_a_download_sorts_the_rollouts_once(tmp_path: Path) -> None:
+    records.add_rollouts(records.make_run(tmp_path), num_steps=30)
+    statements: list[str] = []
+    async with live(tmp_path) as page:
+        (run,) = Catalog([tmp_path]).runs()
+        with run.listing() as listing:
+            expected = [rollout.rollout_id for rollout in listing.rollouts(Filter(), limit=10_000)]
+            listing._db.set_trace_callback(statements.append)
+        parts = downloads.jsonl_keys(run, Filter())
+        lines = [line for keys in parts for line in downloads.jsonl_lines(run, keys).splitlines()]
+        run.close()
+        async with page.client.get(page.run + "/rollouts.jsonl") as response:
+            assert (await response.read()).splitlines() == lines
+    assert [json.loads(line)["rollout_id"] for line in lines] == expected
+    assert len(parts) > 10 and sum("ORDER BY step" in text for text in statements) == 1
 
 
 async def test_store_of_10_000_rollouts_is_read_in_pages(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from lightning_jax.rl.optimizer import make_optimizer
 from lightning_jax.rl.train_state import TrainState, init_state
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
+from lightning_jax.train.checkpoint_files import CHECKSUMS
 from lightning_jax.train.config import CheckpointConfig
 
 
@@ -134,4 +135,97 @@ def test_no_checkpoint_is_said(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "c", CheckpointConfig())
     with raises_coded(CheckpointError, "empty"):
         checkpointer.restore(_state(0))
+    checkpointer.close()
+
+
+def _saved(directory: Path, keep: int = 3) -> Checkpointer:
+    checkpointer = Checkpointer(directory / "c", CheckpointConfig(keep=keep))
+    for step in (1, 2, 3):
+        checkpointer.save(step, _state(step), {"tasks": step})
+    return checkpointer
+
+
+def _newest(checkpointer: Checkpointer) -> tuple[int, TrainState]:
+    return checkpointer.read_newest(
+        lambda step: (checkpointer.progress(step)["tasks"], checkpointer.restore(_state(0), step))
+    )
+
+
+def _empty(path: Path) -> None:
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        if file.is_file():
+            file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("part", ["state", "progress", "progress/metadata", ""])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = _saved(tmp_path)
+    _empty(tmp_path / "c" / "3" / part)
+    step, state = _newest(checkpointer)
+    assert step == 2
+    jax.tree.map(np.testing.assert_array_equal, state, _state(2))
+    (warning,) = records(caplog, "checkpoint_damaged")
+    assert warning.steps == [3] and warning.levelname == "WARNING"
+    assert checkpointer.steps == [1, 2] and (tmp_path / "c_damaged" / "3").is_dir()
+    checkpointer.save(3, _state(5), {"tasks": 5})  # the run has made the step again
+    assert _newest(checkpointer)[0] == 5
+    checkpointer.close()
+
+
+def _flip(path: Path) -> None:
+    """Change one bit in the middle of the longest file of a directory."""
+    file = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_one_wrong_bit_in_the_weights_is_found(tmp_path: Path) -> None:
+    checkpointer = _saved(tmp_path)
+    _flip(tmp_path / "c" / "3" / "state")
+    with raises_coded(CheckpointError, "malformed", "3"):
+        checkpointer.restore_params(_state(0).params, 3)
+    assert _newest(checkpointer)[0] == 2
+    checkpointer.close()
+
+
+def test_metadata_that_hides_all_checkpoints_is_moved_away(tmp_path: Path) -> None:
+    _saved(tmp_path).close()
+    (tmp_path / "c" / "3" / "_CHECKPOINT_METADATA").write_text("[]")
+    with raises_coded(CheckpointError, "malformed", str(tmp_path / "c")):
+        Checkpointer(tmp_path / "c", CheckpointConfig())
+    owner = Checkpointer(tmp_path / "c", CheckpointConfig(keep=3), deletes_drafts=True)
+    assert owner.steps == [1, 2] and _newest(owner)[0] == 2
+    owner.close()
+    for step in (1, 2):
+        (tmp_path / "c" / str(step) / "_CHECKPOINT_METADATA").write_text("[]")
+    with raises_coded(CheckpointError, "malformed", "2"):
+        Checkpointer(tmp_path / "c", CheckpointConfig(keep=3), deletes_drafts=True)
+
+
+def test_if_all_are_damaged_the_newest_is_named_and_stays(tmp_path: Path) -> None:
+    checkpointer = _saved(tmp_path, keep=2)
+    _empty(tmp_path / "c")
+    with raises_coded(CheckpointError, "malformed", "3"):
+        _newest(checkpointer)
+    assert checkpointer.steps == [2, 3] and not (tmp_path / "c_damaged").exists()
+    checkpointer.close()
+
+
+def test_another_model_is_no_damage(tmp_path: Path) -> None:
+    checkpointer = _saved(tmp_path)
+    with raises_coded(CheckpointError, "mismatch"):
+        checkpointer.read_newest(lambda step: checkpointer.restore(_state(0, embed_dim=16), step))
+    assert checkpointer.steps == [1, 2, 3]
+    checkpointer.close()
+
+
+def test_a_checkpoint_without_checksums_is_read(tmp_path: Path) -> None:
+    checkpointer = _saved(tmp_path)
+    (tmp_path / "c" / "3" / CHECKSUMS).unlink()  # as in earlier releases
+    assert _newest(checkpointer)[0] == 3
+    _empty(tmp_path / "c" / "3" / "progress")
+    assert _newest(checkpointer)[0] == 2
     checkpointer.close()

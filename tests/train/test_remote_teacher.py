@@ -195,3 +195,19 @@ def test_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     config = _config("http://127.0.0.1:9/v1", api_key_env="TEACHER_KEY")
     with connect(config, *POLICY).client as client:
         assert isinstance(client, openai.OpenAI) and client.api_key == "mine"
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_a_redirect_is_not_followed(status: int) -> None:
+    asked: list[str] = []
+
+    async def complete(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(status=status, headers={"Location": "/elsewhere"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", complete)
+    async with TestServer(app) as server:
+        with raises_coded(TeacherError, "teacher_failed"):
+            await asyncio.to_thread(connect, _config(str(server.make_url("/v1"))), *POLICY)
+    assert asked == ["/v1/completions"]

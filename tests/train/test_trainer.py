@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -36,7 +37,7 @@ from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
-from lightning_jax.traces.store import Store
+from lightning_jax.traces.store import Store, StoreError
 from lightning_jax.train import groups, metrics, startup, trainer
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import (
@@ -620,3 +621,40 @@ def test_samples_of_another_distribution_are_told_of(caplog: pytest.LogCaptureFi
     trainer._warn_of_bias(Config(num_steps=1, rollout=RolloutConfig(temperature=0.0, top_k=5)))
     (record,) = records(caplog, "biased_sampling")
     assert record.settings == ["rollout.temperature", "rollout.top_k"]
+
+
+@pytest.mark.parametrize("name", ["run/store.sqlite", "run"])
+def test_a_run_whose_store_is_deleted_ends_with_that_error(
+    name: str, model_dir: Path, tmp_path: Path
+) -> None:
+    rollout = RolloutConfig(tasks_per_step=1, group_size=4)
+    config = _config(model_dir, tmp_path / "run", rollout=rollout)
+
+    def agent(task: Task, llm: lj.LLM) -> float:
+        path = tmp_path / name
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return 1.0
+
+    with raises_coded(StoreError, "deleted", str(tmp_path / "run/store.sqlite")):
+        asyncio.run(train(config, TASKS, [], agent=agent))
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, kept = tmp_path / "run", CheckpointConfig(every=1, keep=2)
+    rollout = RolloutConfig(tasks_per_step=1, group_size=4)
+    config = _config(model_dir, run, num_steps=3, rollout=rollout, checkpoint=kept)
+    before = asyncio.run(train(config, TASKS, []))
+    weights = run / "checkpoints" / "3" / "state"
+    block = max(weights.rglob("d/*"), key=lambda path: path.stat().st_size)
+    block.write_bytes(block.read_bytes()[:-1] + b"\0")
+    again = asyncio.run(train(dataclasses.replace(config, num_steps=4), TASKS, []))
+    (warning,) = records(caplog, "checkpoint_damaged")
+    assert warning.steps == [3] and (run / "checkpoints_damaged" / "3").is_dir()
+    assert [row["step"] for row in again] == [0, 1, 2, 3]
+    assert again[2]["train/loss"] == before[2]["train/loss"]  # with the stored rollouts
+    with contextlib.closing(Store(run / "store.sqlite")) as store:
+        assert {r.attempt for r in store.rollouts()} == {1}
+        assert len(store.rollouts()) == 16

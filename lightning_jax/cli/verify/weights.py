@@ -5,7 +5,6 @@ checkpoints and the exported policy can be loaded.
 """
 
 import contextlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from lightning_jax.models.transformer import Params
 from lightning_jax.rl.multi_policy.scope import PolicyScope
 from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import CHECKPOINTS, EXPORTED
+from lightning_jax.train.directory import CHECKPOINTS, exported_step
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def find_sources(
         weights_sources = {0: WeightsSource(label + base, _loads(base, config))}
     # Several adapters are each exported in a separate merged copy, so no export holds them all.
     exported = run_dir / "policy" / policy
-    if _exported_step(run_dir) == last_version > 0 and not config.adapters and exported.is_dir():
+    if exported_step(run_dir) == last_version > 0 and not config.adapters and exported.is_dir():
         # A single adapter is merged in the export, and the fresh adapter on top of it is zero.
         name = f"{label}policy{f'/{policy}' if policy else ''}"
         weights_sources[last_version] = WeightsSource(name, _loads(str(exported), config))
@@ -60,13 +59,6 @@ def find_sources(
                 name = f"{label}checkpoints/{step}"
                 weights_sources[step] = WeightsSource(name, partial(restore, step=step))
     return weights_sources
-
-
-def _exported_step(run_dir: Path) -> int | None:
-    try:
-        return json.loads((run_dir / EXPORTED).read_text())["step"]
-    except FileNotFoundError:
-        return None
 
 
 def _loads(name: str, config: Config) -> Callable[[Params], Params]:

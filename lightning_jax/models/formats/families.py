@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_jax.models.formats.names import ModelError
+from lightning_jax.system.text import in_one_line
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ FAMILIES = {
 
 def find_family(name: Any, where: object, key: str) -> Family:
     """Return the family of this name. Raises ModelError if there is none."""
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(
-            f"{where} has {key}={name!r}; supported are "
+            f"{where} has {key}={in_one_line(repr(name), 80)}; supported are "
             f"{sorted(FAMILIES)}. Use a model of one of these families.",
             reason="unsupported",
             key=key,

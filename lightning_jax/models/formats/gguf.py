@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,12 +13,25 @@ from gguf.quants import dequantize
 
 from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
 from lightning_jax.models.formats.families import find_family, refuse_experts
-from lightning_jax.models.formats.gguf_file import Contents
+from lightning_jax.models.formats.gguf_file import Contents, lacks
 from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.formats.param_names import NamedParam, named_params, unflatten
+from lightning_jax.models.formats.shape_check import checked_config, impossible, require_positive
 from lightning_jax.models.transformer import DecoderConfig, Params
 
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
+WHERE = "the GGUF file"
+_FIELDS = {  # our name of a field -> its name in the file, after that of the architecture
+    "embed_dim": "embedding_length",
+    "mlp_dim": "feed_forward_length",
+    "num_layers": "block_count",
+    "num_heads": "attention.head_count",
+    "num_kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_positions": "context_length",
+}
 GROUP_BYTES = 2**18
 COMPARED_ROWS = 64  # of the embedding and the output weights
 # Norm of the difference by the norm of the rows. Types of 4 bits and more round by less.
@@ -26,44 +40,44 @@ MAX_ROUNDING = 0.15
 
 def read_config(file: Contents) -> DecoderConfig:
     """Read the model's shape. Raises ModelError for one that this decoder cannot compute."""
-    name = file.value("general.architecture")
-    _refuse_other_kinds(file, str(name))
-    family = find_family(name, "the GGUF file", "general.architecture")
-
-    def value(field: str, default: Any = None) -> Any:
-        found = file.value(f"{name}.{field}", default)
-        if found is None:
-            raise _lacks(f"{name}.{field}", name)
-        return found
-
+    name = file.needed("general.architecture", str)
+    _refuse_other_kinds(file, name)
+    family = find_family(name, WHERE, "general.architecture")
+    names = {ours: f"{name}.{theirs}" for ours, theirs in _FIELDS.items()}
     tensors = {tensor.name: tensor for tensor in file.tensors}
-    if _EMBEDDING not in tensors:
-        raise _lacks(_EMBEDDING, name)
-    embed_dim, heads = int(value("embedding_length")), int(value("attention.head_count"))
-    head_dim = int(value("attention.key_length", embed_dim // heads))
-    theta = float(value("rope.freq_base", 10000.0))
-    factors = tensors.get("rope_freqs.weight")
-    _refuse_other_scaling(
-        kind=str(value("rope.scaling.type", "none")) if factors is None else "none",
-        factor=float(value("rope.scale_linear", 1.0)),
+    embedding = tensors.get(_EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2 or not all(embedding.shape):
+        raise lacks(_EMBEDDING)
+    embed_dim, heads = (file.needed(names[field], int) for field in ("embed_dim", "num_heads"))
+    head_dim = file.needed(names["head_dim"], int, embed_dim // heads if heads > 0 else None)
+    theta, eps = (
+        require_positive(WHERE, names[field], file.needed(names[field], float, default))
+        for field, default in (("rope_theta", 10000.0), ("norm_eps", 1e-5))
     )
-    return DecoderConfig(
-        vocab_size=int(tensors[_EMBEDDING].shape[1]),
+    factors = tensors.get("rope_freqs.weight")
+    kind = file.needed(f"{name}.rope.scaling.type", str, "none") if factors is None else "none"
+    _refuse_other_scaling(kind=kind, factor=file.needed(f"{name}.rope.scale_linear", float, 1.0))
+    config = checked_config(
+        WHERE,
+        names,
+        vocab_size=int(embedding.shape[1]),
         embed_dim=embed_dim,
-        mlp_dim=int(value("feed_forward_length")),
-        num_layers=int(value("block_count")),
+        mlp_dim=file.needed(names["mlp_dim"], int),
+        num_layers=file.needed(names["num_layers"], int),
         num_heads=heads,
-        num_kv_heads=int(value("attention.head_count_kv", heads)),
+        num_kv_heads=file.needed(names["num_kv_heads"], int, heads),
         head_dim=head_dim,
         rope_theta=theta,
-        rope_scaling=None if factors is None else _rope_scaling(factors.data, head_dim, theta),
-        norm_eps=_short_float(value("attention.layer_norm_rms_epsilon", 1e-5)),
+        norm_eps=_short_float(eps),
         tie_embeddings=_OUTPUT not in tensors or repeated_embedding(tensors) is not None,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        max_positions=int(value("context_length", 2048)),
+        max_positions=file.needed(names["max_positions"], int, 2048),
         family=name,
     )
+    if factors is None:
+        return config
+    return replace(config, rope_scaling=_rope_scaling(factors, config.head_dim, theta))
 
 
 def repeated_embedding(tensors: Mapping[str, ReaderTensor]) -> tuple[str, str] | None:
@@ -80,9 +94,10 @@ def repeated_embedding(tensors: Mapping[str, ReaderTensor]) -> tuple[str, str] |
     if tuple(one.shape) != tuple(other.shape):
         return None
     rows = slice(None, None, len(one.data) // COMPARED_ROWS + 1)
-    a, b = (dequantize(tensor.data[rows], tensor.tensor_type) for tensor in (one, other))
-    if np.linalg.norm(a - b) > MAX_ROUNDING * np.linalg.norm(a):
-        return None
+    a, b = (_floats(tensor, tensor.data[rows]) for tensor in (one, other))
+    with np.errstate(all="ignore"):  # of weights that are not finite
+        if np.linalg.norm(a - b) > MAX_ROUNDING * np.linalg.norm(a):
+            return None
     return names if one.n_bytes >= other.n_bytes else (names[1], names[0])
 
 
@@ -101,7 +116,7 @@ def _refuse_other_scaling(*, kind: str, factor: float) -> None:
 
 def _refuse_other_kinds(file: Contents, name: str) -> None:
     """Raise ModelError for an adapter or another part of a model, and for experts."""
-    kind = file.value("general.type", "model")
+    kind = file.value("general.type", str, "model")
     if kind != "model":
         raise ModelError(
             f"the GGUF file has general.type={kind!r}, so it is not a model; use the file of the "
@@ -109,19 +124,10 @@ def _refuse_other_kinds(file: Contents, name: str) -> None:
             reason="unsupported",
             key="general.type",
         )
-    experts = [key for key in (f"{name}.expert_count",) if file.value(key, 0)]
+    experts = [key for key in (f"{name}.expert_count",) if file.value(key, int, 0)]
     experts += [tensor.name for tensor in file.tensors if "_exps." in tensor.name][:1]
     experts += ["general.architecture"] if name.endswith("moe") else []
-    refuse_experts("the GGUF file", experts)
-
-
-def _lacks(part: str, name: str) -> ModelError:
-    return ModelError(
-        f"the GGUF file lacks {part}, which a {name} model needs; convert the whole model again, "
-        "or use another file of it",
-        reason="missing",
-        key=part,
-    )
+    refuse_experts(WHERE, experts)
 
 
 def read_params(file: Contents, config: DecoderConfig, dtype: Any) -> Params:
@@ -142,9 +148,8 @@ def read_params(file: Contents, config: DecoderConfig, dtype: Any) -> Params:
 
     def read(param: NamedParam) -> Any:
         if param.gguf not in tensors:
-            raise _lacks(param.gguf, config.family)
-        tensor = tensors[param.gguf]
-        array = _dequantize(tensor)
+            raise lacks(param.gguf)
+        array = param.checked(param.gguf, _dequantize(tensors[param.gguf]))
         if config.family == "llama" and param.path[1] in heads:
             array = _unpermute(array, heads[param.path[1]])
         with jax.default_device(device):
@@ -163,10 +168,26 @@ def _dequantize(tensor: ReaderTensor) -> np.ndarray:
     of the time to Python.
     """
     rows = np.atleast_2d(tensor.data)
+    if not rows.size:
+        raise lacks(tensor.name)
     size = max(1, GROUP_BYTES // rows.shape[1])
     groups = [rows[first : first + size] for first in range(0, len(rows), size)]
-    parts = [dequantize(group.reshape(1, -1), tensor.tensor_type) for group in groups]
+    parts = [_floats(tensor, group.reshape(1, -1)) for group in groups]
     return np.concatenate(parts, axis=1).reshape(tensor.shape[::-1]).astype(np.float32, copy=False)
+
+
+def _floats(tensor: ReaderTensor, rows: np.ndarray) -> np.ndarray:
+    """Return some rows of a tensor in float32. Raise ModelError for a type that is not known."""
+    try:
+        with np.errstate(all="ignore"):  # of weights that are not finite
+            return dequantize(rows, tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        raise ModelError(
+            f"weight {tensor.name} of the GGUF file has type {tensor.tensor_type.name}, which "
+            "cannot be converted; use another file of the model",
+            reason="unsupported",
+            key=tensor.name,
+        ) from error
 
 
 def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -178,11 +199,14 @@ def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _rope_scaling(factors: np.ndarray, head_dim: int, theta: float) -> RopeScaling:
+def _rope_scaling(tensor: ReaderTensor, head_dim: int, theta: float) -> RopeScaling:
     """Return the settings behind these factors. Raises ModelError if they are not Llama 3's.
 
     GGUF stores only the results of Llama 3's formula, but every release used the same settings.
     """
+    factors = _dequantize(tensor).reshape(-1)
+    if len(factors) != head_dim // 2 or not np.isfinite(factors).all() or np.min(factors) <= 0:
+        raise impossible(WHERE, tensor.name, factors[:4], f"{head_dim // 2} factors above 0")
     scaling = RopeScaling(float(np.max(factors)), 1.0, 4.0, 8192)
     ours = rope_frequencies(head_dim, theta, None) / rope_frequencies(head_dim, theta, scaling)
     if not np.allclose(ours, factors, rtol=1e-3):

@@ -2,10 +2,11 @@
 
 import re
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import gguf
 import numpy as np
@@ -13,22 +14,41 @@ from gguf import GGUFValueType
 
 from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.plain_files import malformed
+from lightning_jax.system.text import in_one_line
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)")
 _INDEX, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
-_LENGTH = struct.Struct("=Q")
+_SWAPPED = ">Q" if sys.byteorder == "little" else "<Q"
+_KINDS = {str: "a text", int: "an integer", float: "a number", bool: "a boolean", list: "a list"}
+K = TypeVar("K")
+# Published models have about 60 fields, up to some thousand tensors and a million texts. Each is an
+# object here, which takes many times its bytes in the file.
+MAX_ENTRIES, MAX_TEXTS = 2**16, 2**21
 
 
 class _Reader(gguf.GGUFReader):
+    """Reader that takes nothing from beyond the file's end, and arrays faster than the library.
+
+    The library reads short or empty values there, and would read a list of 2**60 of them.
+    """
+
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        first, end = int(offset), int(offset) + np.dtype(dtype).itemsize * int(count)
+        if not 0 <= first <= end <= len(self.data):
+            raise ValueError("a value goes beyond the end of the file")
+        return super()._get(first, dtype, int(count), override_order)
+
     def _build_fields(self, offs: Any, count: Any) -> Any:
+        if int(count) > MAX_ENTRIES:
+            raise ValueError(f"the metadata has {count} fields; expected at most {MAX_ENTRIES}")
+        self._num_texts = 0
         # The vocabulary is 150,000 slices, and slicing np.memmap takes four times as long.
         self.data = self.data.view(np.ndarray)
         return super()._build_fields(offs, count)
 
     def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
-        """Read a field, arrays faster than the library, which takes seconds for a vocabulary."""
         head, kind = int(orig_offs), GGUFValueType(raw_type)
-        if kind != GGUFValueType.ARRAY or self.byte_order != "I":
+        if kind != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         item = GGUFValueType(int(self._get(head, np.uint32)[0]))
         number, first = int(self._get(head + 4, np.uint64)[0]), head + 12
@@ -37,24 +57,36 @@ class _Reader(gguf.GGUFReader):
             strings, end = self._strings(first, number)
             parts += strings
             return end - head, parts, list(range(2, len(parts))), [kind, item]
-        scalar = self.gguf_scalar_to_np.get(item)
-        if scalar is None:
-            return super()._get_field_parts(orig_offs, raw_type)
-        values = self._get(first, scalar, number)
-        if len(values) < number:
-            raise IndexError("an array in the metadata goes beyond the end of the file")
+        if item not in self.gguf_scalar_to_np:
+            raise ValueError("the metadata has an array of arrays, which no model needs")
+        values = self._get(first, self.gguf_scalar_to_np[item], number)
         return first + values.nbytes - head, [*parts, values], [2], [kind, item]
+
+    def _build_tensor_info(self, offs: Any, count: Any) -> Any:
+        if int(count) > MAX_ENTRIES:
+            raise ValueError(f"the file has {count} tensors; expected at most {MAX_ENTRIES}")
+        return super()._build_tensor_info(offs, count)
+
+    def _build_tensors(self, start_offs: Any, fields: Any) -> None:
+        with np.errstate(over="raise"):
+            super()._build_tensors(start_offs, fields)
+        if sum(tensor.n_bytes for tensor in self.tensors) > len(self.data):
+            raise ValueError("tensors overlap")
 
     def _strings(self, start: int, number: int) -> tuple[list[Any], int]:
         """Return (the bytes of `number` strings in a row, offset after them)."""
         data, size, at, found = self.data, len(self.data), start, []
+        length = struct.Struct("=Q" if self.byte_order == "I" else _SWAPPED)
+        if number > (size - start) // length.size:  # before anything is kept
+            raise ValueError("an array goes beyond the end of the file")
+        self._num_texts += number
+        if self._num_texts > MAX_TEXTS:
+            raise ValueError(f"the metadata has more than {MAX_TEXTS} texts")
         for _ in range(number):
-            if at + 8 > size:
-                raise IndexError("a string in the metadata goes beyond the end of the file")
-            begin = at + 8
-            at = begin + _LENGTH.unpack_from(data.data, at)[0]
+            begin = at + length.size
+            at = begin + length.unpack_from(data.data, at)[0]
             if at > size:
-                raise IndexError("a string in the metadata goes beyond the end of the file")
+                raise ValueError("a text goes beyond the end of the file")
             found.append(data[begin:at])
         return found, at
 
@@ -66,10 +98,45 @@ class Contents:
     fields: Mapping[str, gguf.ReaderField]
     tensors: Sequence[gguf.ReaderTensor]
 
-    def value(self, name: str, default: Any = None) -> Any:
-        """Return a field of the metadata."""
+    def value(self, name: str, kind: type[K], default: K | None = None) -> K | None:
+        """Return a field of the metadata, or the default. Raise ModelError if it is not `kind`."""
         entry = self.fields.get(name)
-        return default if entry is None else entry.contents()
+        if entry is None:
+            return default
+        try:
+            found = entry.contents()
+        except UnicodeDecodeError as error:
+            raise _unusable(name, error, "text in UTF-8") from error
+        is_number = kind is float and type(found) is int
+        if type(found) is not kind and not is_number:
+            raise _unusable(name, repr(found), _KINDS[kind])
+        return kind(found) if is_number else found  # type: ignore[call-arg]
+
+    def needed(self, name: str, kind: type[K], default: K | None = None) -> K:
+        """Return a field or the default. Raise ModelError if there is neither."""
+        found = self.value(name, kind, default)
+        if found is None:
+            raise lacks(name)
+        return found
+
+
+def lacks(part: str) -> ModelError:
+    """Return the error for a file without a part that a model needs."""
+    return ModelError(
+        f"the GGUF file lacks {in_one_line(part)}, which a model needs; convert the whole model "
+        "again, or use another file of it",
+        reason="missing",
+        key=part,
+    )
+
+
+def _unusable(name: str, found: object, expected: str) -> ModelError:
+    return ModelError(
+        f"the GGUF file has {in_one_line(name)}={in_one_line(str(found), 80)}; expected "
+        f"{expected}; convert the model again, or use another file of it",
+        reason="malformed",
+        key=name,
+    )
 
 
 def open_file(path: Path) -> Contents:
@@ -78,7 +145,7 @@ def open_file(path: Path) -> Contents:
     Raises ModelError if a file is missing or unreadable.
     """
     whole = _open(path)
-    if (number := int(whole.value(_COUNT, 1))) < 2:
+    if (number := whole.needed(_COUNT, int, 1)) < 2:
         return whole
     match = _PART.fullmatch(path.name)
     if match is None or int(match[3]) != number:
@@ -107,15 +174,16 @@ def _joined(paths: Sequence[Path]) -> Contents:
     """Return the contents of all parts. The first has the metadata of the model."""
     parts = [_open(path) for path in paths]
     for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
-        if (part.value(_INDEX), part.value(_COUNT)) != (index, len(paths)):
+        found, number = part.value(_INDEX, int), part.value(_COUNT, int)
+        if (found, number) != (index, len(paths)):
             raise ModelError(
-                f"{path} says that it is part {part.value(_INDEX, 0) + 1} of a split GGUF model of "
-                f"{part.value(_COUNT, 1)} files; copy or download the parts of one model",
+                f"{path} says that it is part {(found or 0) + 1} of a split GGUF model of "
+                f"{number or 1} files; copy or download the parts of one model",
                 reason="split",
                 key=_INDEX,
             )
     tensors = [tensor for part in parts for tensor in part.tensors]
-    expected = parts[0].value(_TENSORS, len(tensors))
+    expected = parts[0].value(_TENSORS, int, len(tensors))
     if not expected == len(tensors) == len({tensor.name for tensor in tensors}):
         raise ModelError(
             f"the {len(paths)} files of the split GGUF model {paths[0]} have {len(tensors)} "
@@ -136,6 +204,6 @@ def _open(path: Path) -> Contents:
         )
     try:
         reader = _Reader(path)
-    except (ValueError, IndexError, OSError) as error:
+    except Exception as error:  # of any kind, as the library checks little
         raise malformed(path, "a readable GGUF file", error, ModelError) from error
     return Contents(reader.fields, reader.tensors)

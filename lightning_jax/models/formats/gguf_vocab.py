@@ -1,5 +1,6 @@
 """Byte-level BPE vocabulary from a GGUF file's metadata."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
@@ -7,7 +8,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from lightning_jax.models.formats.gguf_file import Contents
 from lightning_jax.models.tokenizer import TOOL_TEMPLATE, Tokenizer, TokenizerError
+from lightning_jax.system.text import in_one_line
 
+_TOKENS, _TYPES, _MERGES = (f"tokenizer.ggml.{n}" for n in ("tokens", "token_type", "merges"))
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are never split
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
@@ -27,10 +30,8 @@ _PLAIN = ("gpt-2", "default")
 def read(file: Contents) -> Tokenizer:
     """Build the tokenizer from the metadata. Raises TokenizerError."""
 
-    def value(name: str, default: Any = None) -> Any:
-        return file.value(f"tokenizer.{name}", default)
-
-    kind, pre = value("ggml.model"), value("ggml.pre", "default")
+    kind = file.value("tokenizer.ggml.model", str)
+    pre = file.needed("tokenizer.ggml.pre", str, "default")
     if kind != "gpt2":
         raise TokenizerError(
             f"the GGUF file's tokenizer is {kind!r}; only 'gpt2' (byte-level BPE) is supported. "
@@ -38,8 +39,16 @@ def read(file: Contents) -> Tokenizer:
             reason="unsupported",
             key="tokenizer.ggml.model",
         )
-    tokens, types = value("ggml.tokens"), value("ggml.token_type")
-    backend = byte_level_bpe(tokens, value("ggml.merges", []), pre)
+    tokens, types = file.needed(_TOKENS, list), file.needed(_TYPES, list)
+    merges = file.needed(_MERGES, list, [])
+    if len(tokens) != len(types) or not all(isinstance(token, str) for token in tokens):
+        raise _malformed(_TYPES, f"{len(types)} types for {len(tokens)} tokens")
+    try:
+        backend = byte_level_bpe(tokens, merges, pre)
+    except TokenizerError:
+        raise
+    except Exception as error:  # the Rust library raises nothing narrower
+        raise _malformed(_MERGES, error) from error
     for is_special in (True, False):
         wanted = _CONTROL if is_special else _USER_DEFINED
         backend.add_tokens(
@@ -49,25 +58,50 @@ def read(file: Contents) -> Tokenizer:
                 if kind == wanted
             ]
         )
-    ids = {name: value(f"ggml.{name}_token_id") for name in _NAMES}
-    eos = {value(f"ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
+    ids = {name: _token_id(file, name, len(tokens)) for name in (*_NAMES, "eot", "eom")}
+    ends = {ids.pop(name) for name in ("eot", "eom")} | {ids["eos"]}
     # As in llama.cpp, Llama 3's vocabulary adds BOS to a text if the file does not say.
-    adds = {"bos": value("ggml.add_bos_token"), "eos": value("ggml.add_eos_token")}
-    if adds["bos"] is None:
-        adds["bos"] = pre in _ADDS_BOS
-    around = {name: tokens[ids[name]] for name in adds if adds[name] and ids[name] is not None}
+    adds = {
+        "bos": file.value("tokenizer.ggml.add_bos_token", bool, pre in _ADDS_BOS),
+        "eos": file.value("tokenizer.ggml.add_eos_token", bool),
+    }
+    named = {name: (tokens[i], i) for name, i in ids.items() if i is not None}
+    around = {name: named[name] for name in adds if adds[name] and name in named}
     if around:
-        parts = (around.get("bos"), "$A", around.get("eos"))
-        backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-            single=[part for part in parts if part],
-            special_tokens=[(token, ids[name]) for name, token in around.items()],
-        )
+        backend.post_processor = _template(around)  # type: ignore[assignment]
     return Tokenizer(
         backend,
-        template=value("chat_template"),
-        tool_template=value(f"chat_template.{TOOL_TEMPLATE}"),
-        eos_ids=eos,
-        special_tokens={_NAMES[name]: tokens[i] for name, i in ids.items() if i is not None},
+        template=file.value("tokenizer.chat_template", str),
+        tool_template=file.value(f"tokenizer.chat_template.{TOOL_TEMPLATE}", str),
+        eos_ids=[i for i in ends if i is not None],
+        special_tokens={_NAMES[name]: token for name, (token, _) in named.items()},
+    )
+
+
+def _token_id(file: Contents, name: str, number: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    found = file.value(key, int)
+    if found is not None and not 0 <= found < number:
+        raise _malformed(key, f"{found} is no token of {number}")
+    return found
+
+
+def _template(around: Mapping[str, tuple[str, int]]) -> Any:
+    """Return what adds these tokens around a text."""
+    texts = {name: text for name, (text, _) in around.items()}
+    single = [part for part in (texts.get("bos"), "$A", texts.get("eos")) if part]
+    try:
+        return processors.TemplateProcessing(single=single, special_tokens=[*around.values()])
+    except ValueError as error:
+        raise _malformed("tokenizer.ggml.add_bos_token", error) from error
+
+
+def _malformed(key: str, found: object) -> TokenizerError:
+    return TokenizerError(
+        f"the GGUF file's tokenizer is malformed at {key}: {in_one_line(str(found))}; convert the "
+        "model again, or use another file of it",
+        reason="malformed",
+        key=key,
     )
 
 

@@ -17,9 +17,16 @@ from lightning_jax.models.formats.advice import on_missing_weights, on_no_config
 from lightning_jax.models.formats.families import FAMILIES, Family, find_family, refuse_experts
 from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.formats.param_names import NamedParam, flatten, named_params, unflatten
+from lightning_jax.models.formats.shape_check import (
+    checked_config,
+    checked_scaling,
+    impossible,
+    require_positive,
+)
 from lightning_jax.models.formats.weight_files import Weights, find_weights
 from lightning_jax.models.plain_files import read_object
 from lightning_jax.models.transformer import DecoderConfig, Params
+from lightning_jax.system.text import in_one_line
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +39,10 @@ _REQUIRED = {  # our name of a field -> its name in config.json
     "mlp_dim": "intermediate_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
+}
+_NAMES = _REQUIRED | {
+    "num_kv_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings",
 }
 
 
@@ -56,15 +67,19 @@ def read_config(directory: Path) -> DecoderConfig:
             key=missing[0],
         )
     _refuse_variants(path, fields, family)
-    heads = fields["num_attention_heads"]
+    heads, embed_dim = fields["num_attention_heads"], fields["hidden_size"]
+    is_divisible = type(heads) is int and heads > 0 and type(embed_dim) is int
+    head_dim = fields.get("head_dim") or family.head_dim
     theta, scaling = _read_rope(path, fields)
-    return DecoderConfig(
+    return checked_config(
+        path,
+        _NAMES,
         **{ours: fields[theirs] for ours, theirs in _REQUIRED.items()},
         num_kv_heads=fields.get("num_key_value_heads") or heads,
-        head_dim=fields.get("head_dim") or family.head_dim or fields["hidden_size"] // heads,
-        rope_theta=float(theta),
+        head_dim=head_dim or (embed_dim // heads if is_divisible else None),
+        rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        norm_eps=require_positive(path, "rms_norm_eps", fields.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -79,8 +94,8 @@ def _refuse_variants(path: Path, fields: dict[str, Any], family: Family) -> None
     for name, value in expected.items():
         if fields.get(name, value) != value:
             raise ModelError(
-                f"{path} has {name}={str(fields[name])[:80]}; only {value!r} is supported. "
-                "Use another model.",
+                f"{path} has {name}={in_one_line(str(fields[name]), 80)}; only {value!r} is "
+                "supported. Use another model.",
                 reason="unsupported",
                 key=name,
             )
@@ -89,7 +104,11 @@ def _refuse_variants(path: Path, fields: dict[str, Any], family: Family) -> None
 def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     # Newer files keep all fields in "rope_parameters". Older files keep theta at the top level.
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
+    if not isinstance(rope, dict):
+        raise impossible(path, "rope_parameters", rope, "an object")
+    theta = require_positive(
+        path, "rope_theta", rope.get("rope_theta", fields.get("rope_theta", 10000.0))
+    )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
@@ -100,12 +119,7 @@ def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling |
             reason="unsupported",
             key="rope_type",
         )
-    return theta, RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_positions=int(rope["original_max_position_embeddings"]),
-    )
+    return theta, checked_scaling(path, rope)
 
 
 def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:

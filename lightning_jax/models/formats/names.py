@@ -3,13 +3,21 @@
 from pathlib import Path
 
 from lightning_jax.errors import UserError
+from lightning_jax.system.text import in_one_line
 
 SMOLLM2 = "smollm2-135m-instruct"
 TINY = "tiny"  # a random model, see models/tiny.py
+MAX_CHARS = 2000  # of an error
 
 
 class ModelError(UserError, ValueError):
-    """Error raised when a model cannot be loaded; its text is one sentence for the user."""
+    """Error raised when a model cannot be loaded; its text is one line for the user.
+
+    Names in it may come from the model's files.
+    """
+
+    def __init__(self, message: str = "", *, reason: str = "invalid", key: str | None = None):
+        super().__init__(in_one_line(message, MAX_CHARS), reason=reason, key=key)
 
 
 def local_path(name: str) -> Path | None:

@@ -23,10 +23,9 @@ class NamedParam:
     shape: tuple[int, ...]  # ours
     transpose: bool
 
-    def from_rows(self, name: str, array: np.ndarray, dtype: Any) -> jax.Array:
-        """Convert an array from a file to our parameter. Raises ModelError if its shape differs."""
-        ours = array.T if self.transpose else array
-        if ours.shape != self.shape:
+    def checked(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Return the array of a file. Raise ModelError if its shape is not the parameter's."""
+        if (array.T if self.transpose else array).shape != self.shape:
             raise ModelError(
                 f"weight {name} has shape {array.shape}; the config needs {self.shape} "
                 f"({'transposed' if self.transpose else 'not transposed'}). Check that the "
@@ -34,7 +33,12 @@ class NamedParam:
                 reason="mismatch",
                 key=name,
             )
-        return jnp.asarray(np.ascontiguousarray(ours), dtype)
+        return array
+
+    def from_rows(self, name: str, array: np.ndarray, dtype: Any) -> jax.Array:
+        """Convert an array from a file to our parameter. Raises ModelError if its shape differs."""
+        found = self.checked(name, array)
+        return jnp.asarray(np.ascontiguousarray(found.T if self.transpose else found), dtype)
 
 
 _OUTSIDE: dict[Path, tuple[str, str]] = {

@@ -1,5 +1,6 @@
 """Weight files of a Hugging Face directory, chosen as transformers chooses them."""
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,7 +38,14 @@ class Weights:
         """Return every `step`-th row of a weight."""
         with _opened(self.files[name]) as opened:
             part = opened.get_slice(name)
-            starts = range(0, part.get_shape()[0], step)
+            if len(shape := part.get_shape()) != 2 or not shape[0]:
+                raise ModelError(
+                    f"weight {name} of {self.files[name]} has shape {shape}; expected rows of "
+                    "tokens. Check that the weights and the config belong to the same model.",
+                    reason="mismatch",
+                    key=name,
+                )
+            starts = range(0, shape[0], step)
             return np.concatenate([np.asarray(part[start : start + 1]) for start in starts])
 
 
@@ -123,8 +131,13 @@ def _present(path: Path, source: Path) -> Path:
     return path
 
 
-def _opened(path: Path) -> Any:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file. Raise ModelError if it cannot be opened or read in the context."""
     try:
-        return safetensors.safe_open(path, framework="flax")  # numpy lacks bfloat16
-    except safetensors.SafetensorError as error:
+        with safetensors.safe_open(path, framework="flax") as opened:  # numpy lacks bfloat16
+            yield opened
+    except ModelError:
+        raise
+    except Exception as error:  # the libraries raise nothing narrower
         raise malformed(path, "a readable safetensors file", error, ModelError) from error

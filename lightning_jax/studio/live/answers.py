@@ -17,7 +17,8 @@ from lightning_jax.studio.records import CallView, RolloutView, SpanView
 from lightning_jax.studio.runs import RunSummary, rewards_of
 from lightning_jax.studio.search import search_transcripts
 from lightning_jax.studio.terminal import facts
-from lightning_jax.studio.text import cut, printable
+from lightning_jax.studio.text import cut
+from lightning_jax.system.text import printable
 from lightning_jax.traces.listing import Filter, Order, StoreListing
 from lightning_jax.train.curves import warmup_steps
 from lightning_jax.types import PHASES, Rollout

@@ -28,7 +28,7 @@ from lightning_jax.gateway.http import Handler, is_exposed, is_key, key_of, list
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
 from lightning_jax.studio.live.comparing import compare_answer
-from lightning_jax.studio.live.downloads import jsonl_lines, rollout_page, run_page
+from lightning_jax.studio.live.downloads import jsonl_keys, jsonl_lines, rollout_page, run_page
 from lightning_jax.studio.live.lanes import RATE, REFUSED_S, SHARE, Lane, Rate, too_busy
 from lightning_jax.studio.live.shared import Encoded, SharedAnswers, encode
 from lightning_jax.studio.live.throughput import Throughput
@@ -174,14 +174,11 @@ class LiveServer:
             raise too_busy("too many downloads")
         self._num_streams += 1
         try:
-            lines = await self.long_lane.run(partial(jsonl_lines, run, wanted, 0))
+            parts = await self.long_lane.run(partial(jsonl_keys, run, wanted))
             await response.prepare(request)
-            offset = 0
-            while lines:
-                await response.write(b"".join(lines))
-                offset += len(lines)
-                read = partial(jsonl_lines, run, wanted, offset)
-                lines = await self.long_lane.run(read, is_admitted=True)
+            for keys in parts:
+                read = partial(jsonl_lines, run, keys)
+                await response.write(await self.long_lane.run(read, is_admitted=True))
             await response.write_eof()
         finally:
             self._num_streams -= 1

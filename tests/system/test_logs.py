@@ -1,0 +1,39 @@
+"""Tests that texts of agents in the log are one marked message and move no cursor."""
+
+import logging
+
+import pytest
+
+from lightning_jax.system.logs import PlainFormatter
+from lightning_jax.system.text import in_one_line, with_marked_lines
+
+FORGED = "bad\x1b[2J\nstep 9: reward_mean 1.0\r\nerror: \u2028done\x9b1m"
+
+
+def _lines(record: logging.LogRecord) -> list[str]:
+    return PlainFormatter().format(record).splitlines()
+
+
+def _record(message: str, *args: object, error: Exception | None = None) -> logging.LogRecord:
+    info = (type(error), error, None) if error else None
+    return logging.LogRecord("lightning_jax", logging.WARNING, "", 1, message, args, info)
+
+
+@pytest.mark.parametrize("error", [None, ValueError(FORGED)])
+def test_no_text_begins_a_line_of_the_log(error: Exception | None) -> None:
+    first, *others = _lines(_record("%s failed", FORGED, error=error))
+    assert first.startswith("bad")
+    assert others and all(line.startswith("  | ") for line in others)
+    assert not any(char in "\x1b\x9b\u2028" for line in (first, *others) for char in line)
+
+
+def test_a_plain_message_stays() -> None:
+    assert _lines(_record("step %d: %s", 3, "loss 0.1 é 日本")) == ["step 3: loss 0.1 é 日本"]
+    assert PlainFormatter().format(_record("")) == ""
+    assert with_marked_lines("a\nb") == "a\n  | b"
+
+
+def test_a_text_in_one_line_is_cut() -> None:
+    assert in_one_line(FORGED) == "bad\u241b[2J step 9: reward_mean 1.0 error: done\ufffd1m"
+    assert in_one_line("a" * 10**7, 20) == "a" * 17 + "..."
+    assert in_one_line("") == ""
