@@ -23,7 +23,7 @@ TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 # For a cluster of this process. Without a token any user of the machine could run code in it. Since
 # 2.59 Ray makes one, but keeps it in a file of the home directory, which agents' programs can read.
 # Ray remembers a process's first token, so there is one for all clusters of this process.
-_OWN_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+_SESSION_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # options of an actor
 
 
@@ -53,7 +53,7 @@ def ray_session(config: ClusterConfig) -> Iterator[Any]:
     if config.address == LOCAL:  # keeps all addresses on the loopback interface
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         if not any(name in os.environ for name in TOKEN_VARIABLES):
-            os.environ |= _OWN_TOKEN
+            os.environ |= _SESSION_TOKEN
     ray: Any = importlib.import_module("ray")
     settings: dict[str, Any] = {"address": config.address, "namespace": NAMESPACE}
     if config.address == LOCAL:
