@@ -238,8 +238,9 @@ class Checkpointer:
     def _described(self, step: int) -> dict[str, Any]:
         """Return the saved shapes and progress. Raise CheckpointError if they are damaged."""
         found = self._read(step, progress=ocp.args.JsonRestore())["progress"]
-        parts = {name: found.get(name) for name in ("shapes", "progress")} if found else {}
-        if not parts or not all(isinstance(part, dict) for part in parts.values()):
+        fields = found if isinstance(found, dict) else {}
+        parts = {name: fields.get(name) for name in ("shapes", "progress")}
+        if not all(isinstance(part, dict) for part in parts.values()):
             raise self._damaged(step, "its progress is not the object that was saved")
         return parts
 
@@ -298,7 +299,8 @@ class Checkpointer:
     def _damaged(self, step: int, fault: object) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint of step {step} in {self._directory} is damaged: "
-            f"{in_one_line(str(fault)).rstrip('.')}. Delete its directory, or use another run_dir.",
+            f"{in_one_line(str(fault)).rstrip('.')}. Delete its directory to go on from the one "
+            "before it, or else from the start with the stored rollouts, or use another run_dir.",
             reason=MALFORMED,
             key=str(step),
         )

@@ -91,7 +91,9 @@ class EvalConfig(Section):
 @dataclass(frozen=True)
 class CheckpointConfig(Section):
     every: Count = 10  # in trainer steps; the last step is always saved
-    keep: Count = 1  # number of newest checkpoints to keep
+    # Number of newest checkpoints to keep. With 2 or more a run goes on from the one before if the
+    # newest is damaged.
+    keep: Count = 1
 
 
 SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"]

@@ -1,6 +1,8 @@
 """Tests that texts of agents in the log are one marked message and move no cursor."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -37,3 +39,15 @@ def test_a_text_in_one_line_is_cut() -> None:
     assert in_one_line(FORGED) == "bad\u241b[2J step 9: reward_mean 1.0 error: done\ufffd1m"
     assert in_one_line("a" * 10**7, 20) == "a" * 17 + "..."
     assert in_one_line("") == ""
+
+
+def test_the_command_prints_its_log_in_marked_lines() -> None:
+    program = (
+        "import logging; from lightning_jax.system.logs import log_plainly; log_plainly(); "
+        f"logging.getLogger('lightning_jax.x').info('%s', {FORGED!r}); "
+        f"logging.getLogger('other').warning({FORGED!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    lines = done.stderr.decode().splitlines()
+    assert len(lines) == 8 and sum(line.startswith("bad") for line in lines) == 2
+    assert sum(line.startswith("  | ") for line in lines) == 6 and b"\x1b" not in done.stderr

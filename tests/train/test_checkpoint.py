@@ -222,6 +222,15 @@ def test_another_model_is_no_damage(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+@pytest.mark.parametrize("text", ["3", "[]", "{}", '{"shapes": 1, "progress": {}}', "null"])
+def test_progress_of_another_form_is_damage(text: str, tmp_path: Path) -> None:
+    checkpointer = _saved(tmp_path)
+    (tmp_path / "c" / "3" / CHECKSUMS).unlink()
+    (tmp_path / "c" / "3" / "progress" / "metadata").write_text(text)
+    assert _newest(checkpointer)[0] == 2
+    checkpointer.close()
+
+
 def test_a_checkpoint_without_checksums_is_read(tmp_path: Path) -> None:
     checkpointer = _saved(tmp_path)
     (tmp_path / "c" / "3" / CHECKSUMS).unlink()  # as in earlier releases
