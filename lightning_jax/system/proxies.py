@@ -6,7 +6,6 @@ know, and the agent would see nothing but a failed connection.
 
 import logging
 import os
-import sys
 from collections.abc import Mapping, MutableMapping
 from urllib.parse import urlsplit
 
@@ -20,11 +19,11 @@ LOOPBACK = ("127.0.0.1", "localhost")
 def with_direct_host(environment: Mapping[str, str], url: str) -> dict[str, str]:
     """Return the variables of a process, with the host of `url` exempt from proxies.
 
-    On macOS these variables would turn off the system's own proxies, so without a proxy in the
-    environment they are left alone there.
+    Without a proxy in the environment they are left alone: on macOS these variables would turn off
+    the system's own proxies, and some clients take them for a proxy.
     """
     changed, host = dict(environment), urlsplit(url).hostname
-    if not host or (sys.platform == "darwin" and not proxies_in(environment)):
+    if not host or not proxies_in(environment):
         return changed
     hosts = LOOPBACK if host in LOOPBACK else (host,)
     known = {name: environment[name] for name in EXEMPT if name in environment}

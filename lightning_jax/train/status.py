@@ -66,9 +66,10 @@ def read_end(directory: Path) -> End | None:
     """Return how the run's last process ended, or None if it runs, was killed or is older."""
     try:
         fields = json.loads((directory / ENDED).read_text())
-        texts = [fields[name] for name in ("status", "reason", "detail")]
+        texts = [fields["status"], *(fields.get(name, "") for name in ("reason", "detail"))]
         is_sound = all(isinstance(text, str) for text in texts) and texts[0] in get_args(Status)
-        return End(**fields | {"time_s": float(fields["time_s"])}) if is_sound else None
+        time_s = float(fields.get("time_s", 0.0))
+        return End(**fields | {"time_s": time_s}) if is_sound else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
 

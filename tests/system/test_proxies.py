@@ -9,7 +9,6 @@ import pytest
 import requests
 from log_events import events
 
-from lightning_jax.system import proxies
 from lightning_jax.system.proxies import go_direct, with_direct_host
 
 HERE, PROXY = "http://127.0.0.1:8000/rollout/x/v1", "http://proxy:3128"
@@ -32,15 +31,18 @@ def test_the_host_is_added_once_to_both_variables(
     once = with_direct_host({"HTTP_PROXY": PROXY, **before}, url)
     assert once["NO_PROXY"].split(",") == once["no_proxy"].split(",") == expected
     assert with_direct_host(once, url) == once
-    assert with_direct_host({"NO_PROXY": "a", "no_proxy": "b"}, HERE) == {
+    both = {"HTTP_PROXY": PROXY, "NO_PROXY": "a", "no_proxy": "b"}
+    assert with_direct_host(both, HERE) == {
+        "HTTP_PROXY": PROXY,
         "NO_PROXY": "a,127.0.0.1,localhost",
         "no_proxy": "b,127.0.0.1,localhost",
     }
 
 
-def test_macs_own_proxies_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxies.sys, "platform", "darwin")
+def test_without_a_proxy_nothing_is_set() -> None:
+    """The system's own proxies of macOS stay, and no client takes the variables for a proxy."""
     assert with_direct_host({}, HERE) == {}
+    assert with_direct_host({"NO_PROXY": "a"}, HERE) == {"NO_PROXY": "a"}
     assert "NO_PROXY" in with_direct_host({"all_proxy": PROXY}, HERE)
 
 
@@ -71,4 +73,4 @@ def test_a_process_says_once_that_its_calls_go_direct(caplog: pytest.LogCaptureF
         go_direct(HERE, environment)
     assert events(caplog) == ["direct_host"] and environment["NO_PROXY"]
     go_direct(HERE, without := {})
-    assert events(caplog) == ["direct_host"] and without["NO_PROXY"]
+    assert events(caplog) == ["direct_host"] and without == {}
