@@ -52,6 +52,7 @@ def test_a_run_keeps_its_files_and_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")  # no call of the run uses https
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     (tmp_path / "agent.py").write_text(AGENT)
