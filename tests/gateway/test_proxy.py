@@ -236,7 +236,11 @@ async def test_a_server_that_fails_is_infrastructure(make_bench: MakeBench) -> N
 async def test_a_server_that_is_late_names_the_limit_to_raise(
     make_bench: MakeBench, limit_s: float | None, setting: str
 ) -> None:
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1")
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the client hangs up
+        writer.close()
+
+    silent = await asyncio.start_server(never_answer, "127.0.0.1")
     url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
     async with silent, make_bench(roles=_far(url, timeout_s=0.2)) as bench:
         base = bench.rollout(call_timeout_s=limit_s).base_url
