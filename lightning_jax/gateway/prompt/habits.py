@@ -2,11 +2,11 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_jax.gateway.prompt.tool_formats import THOUGHT_MARKS, ToolFormat, format_of
+from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of
 from lightning_jax.gateway.prompt.writing import (
     AS_IT_IS,
     Tools,
@@ -19,8 +19,6 @@ from lightning_jax.models.chat_template import TemplateError
 from lightning_jax.models.template_limits import LimitError
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import Message
-
-CLOSING_MARKS = tuple(end for _, end in THOUGHT_MARKS)
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ _TOOLS: Tools = [
 ]
 
 
-def _asked(*numbers: int, content: str = "") -> Message:
+def _asked(*numbers: int) -> Message:
     """Return a message with calls that have these numbers."""
     calls = [
         {
@@ -95,7 +93,7 @@ def _asked(*numbers: int, content: str = "") -> Message:
         }
         for number in numbers
     ]
-    return {"role": "assistant", "content": content, "tool_calls": calls}
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _result(number: int) -> Message:
@@ -148,16 +146,15 @@ class _Trial:
         )
 
     def _first(
-        self, what: str, tries: Iterable[Writing], messages: Sequence[Message], tools: Tools = None
+        self, what: str, ways: Sequence[Writing], messages: Sequence[Message], tools: Tools = None
     ) -> Writing:
         """Return the first way that loses nothing, or the last one if all do."""
-        ways = tuple(tries)
         for writing in ways:
             try:
                 text = self._text(messages, tools, writing)
             except TemplateError:
                 continue
-            if not dropped(messages, tools, text, CLOSING_MARKS):
+            if not dropped(messages, tools, text):
                 return writing
         self.lacks.append(what)
         return ways[-1]
@@ -177,42 +174,39 @@ class _Trial:
         except TemplateError:
             return None
         before, found, after = whole.partition("the-thought")
-        same = len(_common_start(asked, before))
+        pairs = zip(asked, before, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         return (before[same:], after.partition("answer")[0]) if found else None
-
-
-def _common_start(one: str, other: str) -> str:
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return "".join(a for a, _ in pairs)
 
 
 def written(
     messages: Sequence[Message],
     tools: Tools,
+    tokenizer: Tokenizer,
     form: ToolFormat,
-    writing: Writing,
-    render: Callable[[Sequence[Message], Tools], str],
+    kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the template's text of a conversation, of which nothing is lost.
 
-    Ways that are not the template's habit are tried if it rejects or drops something. Raises
-    TemplateError.
+    Ways that are not the template's habit are tried if it rejects or drops something. `kwargs` are
+    other variables for the template. Raises TemplateError.
     """
     refusal: TemplateError | None = None
     tried: list[tuple[list[Message], Tools]] = []
-    for way in (writing, *alternatives(writing)):
+    usual = habits_of(tokenizer).writing
+    for way in (usual, *alternatives(usual)):
         given = arrange(messages, tools, form, way)
         if given in tried:
             continue
         tried.append(given)
         try:
-            text = render(*given)
+            text = tokenizer.render_chat(given[0], tools=given[1], kwargs=kwargs)
         except TemplateError as error:
             refusal = refusal or error
             if error.reason == "missing" or isinstance(error.__cause__, LimitError):
                 break
             continue
-        lost = dropped(messages, tools, text, CLOSING_MARKS)
+        lost = dropped(messages, tools, text)
         if not lost:
             return text
         refusal = refusal or TemplateError(

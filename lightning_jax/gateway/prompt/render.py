@@ -27,9 +27,9 @@ from typing import Any
 
 from lightning_jax.engine.generation import PromptTooLong
 from lightning_jax.gateway.messages import normalize_message, normalize_messages
-from lightning_jax.gateway.prompt.habits import CLOSING_MARKS, habits_of, written
+from lightning_jax.gateway.prompt.habits import written
 from lightning_jax.gateway.prompt.shield import Shield
-from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of, mark_ids
+from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of
 from lightning_jax.gateway.prompt.writing import Tools, without_thought
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import Message
@@ -105,7 +105,7 @@ def _fingerprint(message: Message) -> str:
     Ignore a thought before the text and the blanks around it, because frameworks cut them off.
     """
     whole, calls = message.get("content") or "", message.get("tool_calls") or ()
-    text = without_thought(whole, CLOSING_MARKS).strip() or whole.strip()
+    text = without_thought(whole).strip() or whole.strip()
     if not calls:
         return (text or whole) and "text:" + text
     parts = [[call.get("id"), _one_spelling(_plain_call(call))] for call in calls]
@@ -171,7 +171,7 @@ def render(
     }
     form = form or format_of(tokenizer)
     # No text in the prompt contains these marks, because they have a hash of everything in it.
-    shield = Shield(f"@@{digests[-1]}+", tokenizer, mark_ids(form, tokenizer))
+    shield = Shield(f"@@{digests[-1]}+", tokenizer, form)
     shown, offers = shield.messages(plain), shield.tools(tools)
     view = _View(tokenizer, offers, form, kwargs, shield if shield.hidden else None)
     pieces, marked = _pieces(shown, view, tuple(known), f"@@{digests[-1]}-")
@@ -217,18 +217,13 @@ class _View:
 
     def text(self, messages: Sequence[Message]) -> str:
         """Return the template's text, of which no message and no tool is lost."""
-
-        def template(shown: Sequence[Message], tools: Tools) -> str:
-            return self.tokenizer.render_chat(shown, tools=tools, kwargs=self.kwargs)
-
-        writing = habits_of(self.tokenizer).writing
-        return written(messages, self.tools, self.form, writing, template)
+        return written(messages, self.tools, self.tokenizer, self.form, self.kwargs)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a piece of the template's text."""
         if self.shield is None:
             return self.tokenizer.encode(text)
-        return self.shield.encode(text, self.tokenizer)
+        return self.shield.encode(text)
 
 
 def _digests(

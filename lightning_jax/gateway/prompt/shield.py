@@ -5,26 +5,23 @@ of the system. Marks stand for such texts until the template has written the pro
 encoded as ordinary characters.
 """
 
+import functools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from lightning_jax.gateway.prompt.tool_formats import ToolFormat, mark_ids
 from lightning_jax.gateway.prompt.writing import Tools
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import Message
 
 
-def _text(token_id: int, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode([token_id], skip_special=False)
-
-
 class Shield:
     """Marks in place of special tokens, with `mark` in front of each."""
 
-    def __init__(self, mark: str, tokenizer: Tokenizer, of_assistants: Collection[int]) -> None:
+    def __init__(self, mark: str, tokenizer: Tokenizer, form: ToolFormat) -> None:
         self._mark, self._special = mark, tokenizer.special_pattern
-        # Assistants write thoughts and calls, which some vocabularies mark with special tokens.
-        self._of_assistants = {_text(token_id, tokenizer) for token_id in of_assistants}
+        self._tokenizer, self._form = tokenizer, form
         self.hidden: list[str] = []
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
@@ -35,29 +32,38 @@ class Shield:
 
     def tools(self, tools: Tools) -> Tools:
         """Return the tools with marks in their descriptions and schemas."""
-        return tools if tools is None or self._special is None else self._hide(tools, ())
+        return tools if self._special is None else self._hide(tools, of_assistant=False)
 
     def _message(self, message: Message) -> Message:
-        keep = self._of_assistants if message["role"] == "assistant" else ()
+        of_assistant = message["role"] == "assistant"
         return {
-            key: self._hide(value, keep) if key != "role" else value
+            key: value if key == "role" else self._hide(value, of_assistant)
             for key, value in message.items()
         }
 
-    def _hide(self, value: Any, keep: Collection[str]) -> Any:
+    @functools.cached_property
+    def _of_assistants(self) -> set[str]:
+        """Special tokens that an assistant writes: the marks of thoughts and calls."""
+        ids = mark_ids(self._form, self._tokenizer)
+        return {self._tokenizer.decode([token_id], skip_special=False) for token_id in ids}
+
+    def _hide(self, value: Any, of_assistant: bool) -> Any:
         if isinstance(value, str):
-            return self._hide_in(value, keep)
+            return self._hide_in(value, of_assistant)
         if isinstance(value, dict):
-            return {self._hide(k, keep): self._hide(item, keep) for k, item in value.items()}
+            return {
+                self._hide(key, of_assistant): self._hide(item, of_assistant)
+                for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self._hide(item, keep) for item in value]
+            return [self._hide(item, of_assistant) for item in value]
         return value
 
-    def _hide_in(self, text: str, keep: Collection[str]) -> str:
+    def _hide_in(self, text: str, of_assistant: bool) -> str:
         assert self._special is not None, "callers check that there are special tokens"
 
         def hide(match: re.Match[str]) -> str:
-            if match[0] in keep:
+            if of_assistant and match[0] in self._of_assistants:
                 return match[0]
             self.hidden.append(match[0])
             return f"{self._mark}{len(self.hidden) - 1}@@"
@@ -72,18 +78,19 @@ class Shield:
             re.escape(self._mark) + "([0-9]+)@@", lambda match: self.hidden[int(match[1])], text
         )
 
-    def encode(self, text: str, tokenizer: Tokenizer) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Return the ids of a text of the template, in which the marks are ordinary characters.
 
         What stands between the template's own special tokens is encoded as one text.
         """
+        encode = self._tokenizer.encode
         if self._mark not in text:
-            return tokenizer.encode(text)
+            return encode(text)
         assert self._special is not None, "there are marks, so there are special tokens"
         ids, at = [], 0
         for match in [*self._special.finditer(text), None]:
             begin, end = match.span() if match else (len(text), len(text))
-            ids += tokenizer.encode(self.restored(text[at:begin]), special=False)
-            ids += tokenizer.encode(text[begin:end])
+            ids += encode(self.restored(text[at:begin]), special=False)
+            ids += encode(text[begin:end])
             at = end
         return ids

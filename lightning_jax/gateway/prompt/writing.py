@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from lightning_jax.gateway.prompt.tool_formats import ToolFormat
+from lightning_jax.gateway.prompt.tool_formats import THOUGHT_MARKS, ToolFormat
 from lightning_jax.types import Message
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -205,13 +205,11 @@ def _joined(*texts: str) -> str:
 # ---- What stands in the prompt -------------------------------------------------------------------
 
 
-def dropped(
-    messages: Sequence[Message], tools: Tools, text: str, marks: Sequence[str]
-) -> list[str]:
+def dropped(messages: Sequence[Message], tools: Tools, text: str) -> list[str]:
     """Return what of a conversation does not stand in its prompt's text, in words.
 
-    `marks` close thoughts, which templates may leave out of old turns. Takes time linear in the
-    text if the template keeps the order of the messages.
+    Templates may leave out the thoughts of old turns. Takes time linear in the text if the template
+    keeps the order of the messages.
     """
     prompt, lost = _Reader(text), []
     for tool in tools or ():
@@ -221,7 +219,7 @@ def dropped(
     for index, message in enumerate(messages):
         content = message["content"]
         if message["role"] == "assistant":
-            content = without_thought(content, marks)
+            content = without_thought(content)
         if not prompt.has(content.strip()):
             lost.append(f"{_OWNERS[message['role']]} text (messages[{index}])")
         for call in message.get("tool_calls") or ():
@@ -239,8 +237,9 @@ _OWNERS = {
 }
 
 
-def without_thought(text: str, marks: Sequence[str]) -> str:
+def without_thought(text: str) -> str:
     """Return the text after the last mark that closes a thought."""
+    marks = (end for _, end in THOUGHT_MARKS)
     ends = [at + len(mark) for mark in marks if (at := text.rfind(mark)) >= 0]
     return text[max(ends, default=0) :]
 
@@ -256,7 +255,7 @@ class _Reader:
 
         Its blanks may be others, because templates trim and indent.
         """
-        if not wanted or any(map(self._has, dict.fromkeys(_spellings(wanted)))):
+        if not wanted or self._has(wanted) or any(map(self._has, _other_spellings(wanted))):
             return True
         return "".join(wanted.split()) in self._without_blanks
 
@@ -272,8 +271,7 @@ class _Reader:
         return at >= 0
 
 
-def _spellings(text: str) -> Iterator[str]:
-    yield text
+def _other_spellings(text: str) -> Iterator[str]:
     for ascii_only in (False, True):
         yield json.dumps(text, ensure_ascii=ascii_only)[1:-1]
     yield repr(text)[1:-1]
