@@ -37,22 +37,18 @@ def with_direct_host(environment: Mapping[str, str], url: str) -> dict[str, str]
 
 
 def go_direct(url: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let the calls of this process to the host of `url` go around any proxy.
-
-    Log it once if there is one.
-    """
+    """Let the calls of this process to the host of `url` go around any proxy, and log it once."""
     changed = with_direct_host(environment, url)
     new = {name: changed[name] for name in EXEMPT if environment.get(name) != changed.get(name)}
     if not new:
         return
     environment.update(new)
-    if names := proxies_in(environment):
-        log.info(
-            "calls to %s go around the proxy of %s: it was added to NO_PROXY",
-            urlsplit(url).hostname,
-            ", ".join(names),
-            extra={"event": "direct_host", "host": urlsplit(url).hostname, "proxies": names},
-        )
+    host, names = urlsplit(url).hostname, proxies_in(environment)
+    log.info(
+        "calls to %s go around the proxy of %s: it was added to NO_PROXY",
+        *(host, ", ".join(names)),
+        extra={"event": "direct_host", "host": host, "proxies": names},
+    )
 
 
 def proxies_in(environment: Mapping[str, str]) -> list[str]:
