@@ -45,9 +45,9 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})  # "eos_token" -> "<|im_end|>" and such
         self.named_eos_ids = frozenset(eos_ids)  # those that the model's files name
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.added_ids = frozenset(added)  # matched whole in text, special or not
+        self._added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        self.added_ids = frozenset(self._added)  # matched whole in text, special or not
         # All rollouts of a group start with the same prompt.
         self._encode_once = functools.lru_cache(maxsize=_NUM_REMEMBERED)(self._encode)
 
@@ -116,13 +116,9 @@ class Tokenizer:
     @functools.cached_property
     def special_pattern(self) -> re.Pattern[str] | None:
         """Pattern of the texts of special tokens, longest first, or None if there are none."""
-        added = self._backend.get_added_tokens_decoder().values()
-        texts = {token.content for token in added if token.special and len(token.content) > 1}
-        return (
-            re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
-            if texts
-            else None
-        )
+        special = {token.content for token in self._added.values() if token.special}
+        texts = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts))) if texts else None
 
     def render_chat(
         self,
@@ -185,7 +181,7 @@ class Tokenizer:
         """Token that the chat template writes after a response, or None if it writes none."""
         if self.template is None:
             return None
-        added = {t.content: i for i, t in self._backend.get_added_tokens_decoder().items()}
+        added = {token.content: i for i, token in self._added.items()}
         return end_of_turn(self.template, self.special_tokens, added)
 
     @functools.cached_property

@@ -76,7 +76,9 @@ def outcome_of(result: Any, config: RolloutConfig | None = None) -> Outcome:
     value = None if reward is None else finite(reward)
     if reward is not None and (value is None or abs(value) > config.max_abs_reward):
         limit = f" between -{config.max_abs_reward:g} and {config.max_abs_reward:g}"
-        return _bad("reward", reward, f"number{limit} (rollout.max_abs_reward)")
+        expected = f"expected a number{limit} (rollout.max_abs_reward)"
+        detail = f"the agent returned {repr(reward)[:200]} as reward; {expected}"
+        return failure(BAD_REWARD, storable(detail))
     measured = dict(result) if isinstance(result, Mapping) else {}
     measured.pop("reward", None)
     metrics = kept_metrics(measured, config.max_metrics)
@@ -200,15 +202,6 @@ def _detail(error: BaseException, raised: BaseException) -> str:
 
 def _is_library(filename: str) -> bool:
     return any(Path(filename).is_relative_to(folder) for folder in LIBRARIES)
-
-
-def _bad(name: Any, value: Any, expected: str) -> Outcome:
-    return failure(
-        BAD_REWARD,
-        storable(
-            f"the agent returned {repr(value)[:200]} as {str(name)[:50]}; expected a {expected}"
-        ),
-    )
 
 
 def storable(text: str) -> str:

@@ -59,9 +59,8 @@ async def run_program(
     """Run a command line to its end, then kill all processes it left behind.
 
     `keep_open` lists file descriptors that the program inherits. `directory` is where it starts, by
-    default this process's own. If cancelled, end the program and
-    all processes it started with SIGTERM, then SIGKILL after a grace period. Raises OSError if it
-    cannot be started.
+    default this process's own. If cancelled, end the program and all processes it started with
+    SIGTERM, then SIGKILL after a grace period. Raises OSError if it cannot be started.
     """
     received = bytearray()  # lines that `supervisor.py` defines
     with (

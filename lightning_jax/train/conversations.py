@@ -63,7 +63,6 @@ class Demonstrated:
     plain: Message
     trains: bool = False
     agent: str = ""
-    thought: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,6 @@ def _read_conversation(conversation: Any, where: str) -> Demonstration:
             message,
             trains=message["role"] == "assistant" and mark.trains,
             agent=mark.agent or "",
-            thought=mark.reasoning_content or mark.reasoning or "",
         )
         for message, mark in zip(plain, marks, strict=True)
     )

@@ -87,7 +87,9 @@ def _turns(
                 form,
                 kwargs=conversation.template_kwargs,
             )
-            text = thought_text(message.thought, prompt.token_ids, tokenizer)
+            text = thought_text(
+                message.plain.get("reasoning_content", ""), prompt.token_ids, tokenizer
+            )
         except InvalidValue as error:
             raise unusable(conversation.place(index), error) from error
         if not _is_writable(message.plain):
@@ -131,13 +133,13 @@ def thought_text(thought: str, prompt_ids: Sequence[int], tokenizer: Tokenizer) 
 def end_of_turn(tokenizer: Tokenizer) -> int:
     """Return the token that the chat template puts after an assistant message.
 
-    Raises ConfigError if that is not an end-of-response token.
+    Raises ConfigError if it puts none there.
     """
     end_id = tokenizer.template_end_id
     if end_id is None:
         raise ConfigError(
-            "the chat template ends an assistant message with none of the end-of-response tokens "
-            f"{sorted(tokenizer.eos_ids)}; use an instruct model.",
+            "the chat template puts no special token after an assistant message, so the policy "
+            "would not learn to end; use an instruct model.",
             reason="unsupported",
             key="chat_template",
         )

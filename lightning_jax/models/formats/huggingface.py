@@ -164,8 +164,10 @@ def untie(directory: Path, config: DecoderConfig) -> DecoderConfig:
     As in transformers, config.json does not count if it says that they are the embedding, but the
     files have both and they differ. Rows of the two are compared.
     """
+    if not config.tie_embeddings:
+        return config
     weights = find_weights(directory)
-    if not config.tie_embeddings or not {_EMBEDDING, _HEAD} <= weights.files.keys():
+    if not {_EMBEDDING, _HEAD} <= weights.files.keys():
         return config
     step = config.vocab_size // COMPARED_ROWS + 1
     embedding, head = (weights.rows(name, step) for name in (_EMBEDDING, _HEAD))
