@@ -49,6 +49,7 @@ from sqlite_sandbox import (
     Result,
     clip,
     extract_sql,
+    quoted,
     reward,
     run_query,
     score,
@@ -85,18 +86,14 @@ def typed_schema(task: Task) -> str:
     columns = "SELECT name, lower(type) FROM pragma_table_info(?)"
     with closing(_open(task["db_path"])) as db:
         tables = [
-            f"CREATE TABLE {_quoted(table)} (\n"
+            f"CREATE TABLE {quoted(table)} (\n"
             + ",\n".join(
-                f"  {_quoted(name)} {kind}".rstrip() for name, kind in db.execute(columns, [table])
+                f"  {quoted(name)} {kind}".rstrip() for name, kind in db.execute(columns, [table])
             )
             + "\n);"
             for (table,) in db.execute(_TABLES).fetchall()
         ]
     return "\n".join([*tables, *keys])
-
-
-def _quoted(name: str) -> str:
-    return name if name.isidentifier() else f'"{name}"'
 
 
 def observe(db_path: str, sql: str) -> tuple[str, bool]:
@@ -385,9 +382,12 @@ def read_schema(db_path: str) -> str:
         lines, keys = [], []
         for (table,) in db.execute(_TABLES).fetchall():
             columns = db.execute("SELECT name FROM pragma_table_info(?)", [table]).fetchall()
-            lines.append(f"{table}({', '.join(name for (name,) in columns)})")
+            lines.append(f"{quoted(table)}({', '.join(quoted(name) for (name,) in columns)})")
             links = 'SELECT "from", "table", "to" FROM pragma_foreign_key_list(?)'
-            keys += [f"{table}.{a}={to}.{b or a}" for a, to, b in db.execute(links, [table])]
+            keys += [
+                f"{quoted(table)}.{quoted(a)}={quoted(to)}.{quoted(b or a)}"
+                for a, to, b in db.execute(links, [table])
+            ]
     return "\n".join(lines + ([f"Keys: {', '.join(keys)}"] if keys else []))
 
 

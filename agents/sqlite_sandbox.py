@@ -5,6 +5,7 @@ crashes SQLite ends only its own process.
 """
 
 import atexit
+import functools
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,16 @@ class Result:
     rows: list[tuple[Any, ...]]
     num_columns: int
     cut: bool  # True if there were more rows
+
+
+@functools.cache
+def quoted(name: str) -> str:
+    """Return the name, in double quotes if SQLite cannot parse it bare: `Home Town`, `From`."""
+    if re.fullmatch(r"[A-Za-z_]\w*", name):
+        with closing(sqlite3.connect(":memory:")) as empty, suppress(sqlite3.OperationalError):
+            empty.execute(f"SELECT {name} FROM (SELECT 1 AS {name})")
+            return name
+    return '"' + name.replace('"', '""') + '"'
 
 
 def extract_sql(text: str) -> str:

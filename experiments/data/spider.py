@@ -3,13 +3,12 @@
 Spider: Yu et al., EMNLP 2018.
 """
 
-import functools
-import re
 import sqlite3
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,9 @@ from generated_sql import generated_root
 from lightning_jax.schema import Count
 from lightning_jax.train.record_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
+
+sys.path.append(str(Path(__file__).parents[2] / "agents"))
+from sqlite_sandbox import quoted
 
 _PUBLISHED = {"train": ("train_spider.json", "train_others.json"), "dev": ("dev.json",)}
 _GOLD_TIME_LIMIT_S = 60.0
@@ -68,8 +70,8 @@ def schema_text(record: Record) -> str:
 
     `record` is an entry of Spider's tables.json. Names are those of the database, quoted for SQL.
     """
-    tables = [_quoted(name) for name in record["table_names_original"]]
-    columns = [(table, _quoted(name)) for table, name in record["column_names_original"]]
+    tables = [quoted(name) for name in record["table_names_original"]]
+    columns = [(table, quoted(name)) for table, name in record["column_names_original"]]
     lines = [
         f"{name}({', '.join(column for owner, column in columns if owner == index)})"
         for index, name in enumerate(tables)
@@ -80,16 +82,6 @@ def schema_text(record: Record) -> str:
         for pair in record["foreign_keys"]
     ]
     return "\n".join(lines + ([f"Keys: {', '.join(keys)}"] if keys else []))
-
-
-@functools.cache
-def _quoted(name: str) -> str:
-    """Return the name, in double quotes if SQLite cannot parse it bare: `Home Town`, `From`."""
-    if re.fullmatch(r"[A-Za-z_]\w*", name):
-        with closing(sqlite3.connect(":memory:")) as empty, suppress(sqlite3.OperationalError):
-            empty.execute(f"SELECT {name} FROM (SELECT 1 AS {name})")
-            return name
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _find(folder: Path, split: str, cache: Path) -> _Source:

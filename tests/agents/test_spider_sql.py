@@ -70,6 +70,20 @@ async def test_one_query_may_be_all(task: dict[str, Any]) -> None:
     assert columns == ["pet_id", "name", "kind", "age", "owner_id"]
 
 
+def test_names_that_sql_cannot_read_bare_are_quoted(tmp_path: Path) -> None:
+    path = str(tmp_path / "odd.sqlite")
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(
+            'CREATE TABLE "order" ("From" text, "home town" text, n integer REFERENCES "order")'
+        )
+    task = {"db_path": path, "schema": spider_sql.read_schema(path)}
+    assert task["schema"].startswith('"order"("From", "home town", n)\nKeys: "order".n="order".n')
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(spider_sql.typed_schema(task).rpartition("\n")[0])
+        columns = [row[1] for row in db.execute('PRAGMA table_info("order")')]
+    assert columns == ["From", "home town", "n"]
+
+
 async def test_a_wrong_query_is_rewritten(task: dict[str, Any]) -> None:
     async with serving(["SELECT name FROM pet", "WRONG", GOLD, "CORRECT"]) as server:
         final = await spider_sql.answer(task, server)
