@@ -1,11 +1,28 @@
-"""Garbage collection as in a run, because a collection blocks the event loop too."""
+"""A model with all its programs, and garbage collection as in a run.
+
+A collection blocks the event loop too.
+"""
 
 import gc
 from collections.abc import Iterator
 
 import pytest
+from arena import warm_engine
 
+from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.runtime import freeze_objects
+
+
+@pytest.fixture(scope="session")
+def model() -> LoadedModel:
+    return tiny_model(0)
+
+
+@pytest.fixture(scope="session")
+def engine(model: LoadedModel) -> SlotPrograms:
+    return warm_engine(model)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from arena import SERVE, warm_engine
+from arena import SERVE
 
 from lightning_jax.engine import grammar_process
 from lightning_jax.engine.slots import SlotPrograms
@@ -19,18 +19,7 @@ from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.testing.service import run_service
-from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import LLM, Rollout, Task
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny_model(0)
-
-
-@pytest.fixture(scope="module")
-def engine(model: LoadedModel) -> SlotPrograms:
-    return warm_engine(model)
 
 
 async def _ask(llm: LLM, **fields: Any) -> None:

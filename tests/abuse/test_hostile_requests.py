@@ -16,7 +16,6 @@ from arena import (
     open_rollout,
     resident_mib,
     slowdown,
-    warm_engine,
 )
 from hostile_requests import CASES, CHAT, Case, chat
 
@@ -24,7 +23,6 @@ from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.stalls import Stall, loop_stalls
-from lightning_jax.testing.tiny import tiny_model
 
 # Limits that one of the tries must keep; a busy machine exceeds them, too.
 PATIENCE_S = 1.0  # how much longer a call may wait beside an attack
@@ -32,16 +30,6 @@ MAX_STOP_S = 0.05  # of the event loop, divided by `slowdown`
 TRIES = 3
 GROWTH = 1.1  # of resident memory
 LONGEST_STOP_MS = "longest_stop_ms"  # tests/conftest.py prints the largest one
-
-
-@pytest.fixture(scope="session")
-def model() -> LoadedModel:
-    return tiny_model(0)
-
-
-@pytest.fixture(scope="session")
-def engine(model: LoadedModel) -> SlotPrograms:
-    return warm_engine(model)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arena import SERVE, warm_engine
+from arena import SERVE
 from log_events import records
 
 from lightning_jax.engine.slots import SlotPrograms
@@ -17,22 +17,11 @@ from lightning_jax.rollouts.local_workers import open_workers
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.rollouts.workers import Workers
 from lightning_jax.testing.service import run_service
-from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import Task
 
 AGENTS = Path(__file__).with_name("silent_agents.py")
 LEASE_S = 2.0
 HONEST = [{"id": f"honest-{n}", "kind": "honest"} for n in range(3)]
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny_model(0)
-
-
-@pytest.fixture(scope="module")
-def engine(model: LoadedModel) -> SlotPrograms:
-    return warm_engine(model)
 
 
 @asynccontextmanager
