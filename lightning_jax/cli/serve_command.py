@@ -34,7 +34,8 @@ _FLAG_OF = {
     **{f"model.{name}": f"--{name.replace('_', '-')}" for name in _MODEL_FLAGS},
     **{f"serve.{name}": f"--{name.replace('_', '-')}" for name in (*SERVE_FLAGS, "api_key")},
 }
-_SETTING = re.compile(r"\b(?:model|serve)\.[a-z_]+\b")
+# A setting, perhaps with the flag beside it.
+_SETTING = re.compile(r"\b((?:model|serve)\.[a-z_]+)\b(?: or --[a-z-]+)?")
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -108,4 +109,4 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
 
 def _with_flags(sentence: str) -> str:
     """Return the sentence with the flags of `serve` in place of the settings of a run."""
-    return _SETTING.sub(lambda found: _FLAG_OF.get(found[0], found[0]), sentence)
+    return _SETTING.sub(lambda found: _FLAG_OF.get(found[1], found[0]), sentence)

@@ -182,11 +182,11 @@ def _unavailable(serve: ServeConfig, error: OSError | UnicodeError) -> GatewayEr
         errno.EADDRINUSE: "to a free port, or to 0 for any",
         errno.EACCES: "to 1024 or above, or to 0 for any free one",
     }
-    key, fix = "serve.port", f"set serve.port {of_port.get(number or 0)}"
+    key, fix = "serve.port", f"set serve.port or --port {of_port.get(number or 0)}"
     if number not in of_port:
         key = "serve.host"
         fix = (
-            "set serve.host to a name or an address of this machine, without scheme and "
+            "set serve.host or --host to a name or an address of this machine, without scheme and "
             "port, such as 127.0.0.1, or 0.0.0.0 for all"
         )
     return GatewayError(

@@ -304,7 +304,8 @@ def test_a_taken_port_is_said_before_anything_compiles(
         port = taken.getsockname()[1]
         assert main(["serve", "--model", str(model_dir), "--port", str(port)]) == 1
     assert compiled == []
-    assert _holds(capsys.readouterr().err, f"127.0.0.1:{port}")
+    sentence = capsys.readouterr().err
+    assert _holds(sentence, f"127.0.0.1:{port}") and sentence.count("--port") == 1
     jax.jit(lambda x: x + port)(1.0)
     assert "/jax/core/compile/backend_compile_duration" in compiled  # so it would have been seen
 
