@@ -190,9 +190,19 @@ def test_a_broken_archive_leaves_nothing(compact: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_an_archive_cannot_write_outside_its_directory(compact: Path, tmp_path: Path) -> None:
+def _link() -> tarfile.TarInfo:
+    link = tarfile.TarInfo("database/pets")
+    link.type, link.linkname = tarfile.SYMTYPE, "../../.."
+    return link
+
+
+@pytest.mark.parametrize("member", [tarfile.TarInfo("../../escaped"), _link()])
+def test_an_archive_cannot_write_outside_its_directory(
+    compact: Path, tmp_path: Path, member: tarfile.TarInfo
+) -> None:
     with tarfile.open(compact / "databases_train.tar.gz", "w:gz") as tar:
-        tar.addfile(tarfile.TarInfo("../../escaped"), io.BytesIO())
+        tar.addfile(member, io.BytesIO())
+        tar.addfile(tarfile.TarInfo("database/pets/escaped"), io.BytesIO())
     with raises_coded(DatasetError, "malformed", f"{compact}/databases_train.tar.gz"):
         load_all(compact, "train", tmp_path / "a" / "cache")
     assert not list(tmp_path.rglob("escaped"))
