@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -52,7 +53,10 @@ def _write_letters() -> None:
     )
 
 
-def test_a_policy_scores_as_in_its_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_scores_as_in_its_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python's own files beside the agent
     _write_letters()
     settings = ["agent.function=letters.py:run", "num_steps=0", "run_dir=a run"]
     assert main(["train", "--config", "config.yaml", *settings]) == 0

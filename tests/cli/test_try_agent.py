@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lightning_jax.traces.store import Store
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_sigterm: None) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python's own files beside the agent
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     write_folder(tmp_path)
