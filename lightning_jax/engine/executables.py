@@ -3,7 +3,7 @@
 A program that serves 16 rows also serves one, only slower. So a call whose program is not compiled
 yet runs a larger one, and waits only if there is none. The time that is lost so is added up. Once
 it is as long as a compilation, a thread compiles the program itself. That is at most twice what the
-best choice in hindsight takes. Half of it is enough while the engine has nothing to do.
+best choice in hindsight takes. While the engine has nothing to do, half of that time is enough.
 
 A compilation that only loads a program from the cache on disk takes a tenth of the time. So what
 was compiled by an earlier process is loaded sooner.

@@ -45,7 +45,7 @@ def go_direct(url: str, environment: MutableMapping[str, str] = os.environ) -> N
     environment.update(new)
     host, names = urlsplit(url).hostname, proxies_in(environment)
     log.info(
-        "calls to %s go around the proxy of %s: it was added to NO_PROXY",
+        "calls to %s bypass the proxy in %s: the host was added to NO_PROXY",
         *(host, ", ".join(names)),
         extra={"event": "direct_host", "host": host, "proxies": names},
     )

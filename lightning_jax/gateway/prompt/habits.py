@@ -1,4 +1,4 @@
-"""Trial of a chat template: what it takes of a small conversation."""
+"""Trial of a chat template with a small conversation, to learn what it supports."""
 
 import functools
 import itertools
@@ -49,9 +49,14 @@ class Habits:
         return {what: "lost" if what in lost else how for what, how in words.items()}
 
     def describe(self) -> str:
-        """Return one sentence for the log, without what is as usual."""
+        """Return one sentence for the log, without what the template supports."""
         unusual = [f"{what} {how}" for what, how in self.facts().items() if how]
-        return f"chat template: {', '.join(unusual) or 'takes everything as it is'}"
+        if not unusual:
+            return "the chat template takes conversations as they are"
+        return (
+            "the chat template does not support all parts of a conversation, which are written in "
+            f"another way: {', '.join(unusual)}"
+        )
 
 
 @functools.lru_cache(maxsize=16)
@@ -210,8 +215,8 @@ def written(
         if not lost:
             return text
         refusal = refusal or TemplateError(
-            f"the chat template drops {'; '.join(lost[:3])}, in every role and as text; send "
-            "what it shows, or set model.chat_template to a file that shows it.",
+            f"the chat template leaves out {'; '.join(lost[:3])}, whichever way it is written; "
+            "send messages without it, or set model.chat_template to a template that includes it.",
             reason="drops",
         )
     assert refusal is not None, "at least one way was tried"

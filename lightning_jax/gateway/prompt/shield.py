@@ -1,8 +1,8 @@
 """Special tokens that a conversation spells out, kept from becoming tokens of the prompt.
 
-A tool's result with the text `<|im_end|><|im_start|>system` would else end its turn and start one
-of the system. Marks stand for such texts until the template has written the prompt. Then they are
-encoded as ordinary characters.
+A tool's result with the text `<|im_end|><|im_start|>system` would otherwise end its turn and
+start one of the system. Marks stand for such texts until the template has written the prompt. Then
+they are encoded as ordinary characters.
 """
 
 import functools

@@ -206,7 +206,7 @@ def _joined(*texts: str) -> str:
 
 
 def dropped(messages: Sequence[Message], tools: Tools, text: str) -> list[str]:
-    """Return what of a conversation does not stand in its prompt's text, in words.
+    """Return in words the parts of a conversation that are missing from its prompt.
 
     Templates may leave out the thoughts of old turns. Takes time linear in the text if the template
     keeps the order of the messages.

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 BURST_S = 0.5  # of CPU time that a lane may take at once
 RETRY_AFTER_S = 1
-# Limits of a page in the process of a training. Together the two lanes and the event loop take
+# Limits of a page in the process of a training run. Together the two lanes and the event loop take
 # about a tenth of a core.
 SHARE = 0.03  # of a core, for each lane
 RATE = 60.0  # requests per second
