@@ -25,8 +25,9 @@ $(EXPERIMENTS): export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 $(EXPERIMENTS): $(READY)
 	$(BIN)/python experiments/$@.py --config $(or $(CONFIG),experiments/configs/$@_cpu.yaml) $(ARGS)
 
-# A process for each core, at most four: each takes up to 3 GB.
-test: $(READY)
+# Lint and types, then all tests, or those of ARGS alone. A process for each core, at most four: each
+# takes up to 3 GB.
+test: $(READY) $(if $(ARGS),,lint)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 # Lint, types, layering and quick tests: under a minute on 2 cores.
