@@ -14,6 +14,7 @@ from lightning_jax.rl.packing import common_prefix
 from lightning_jax.rollouts.failures import failures
 from lightning_jax.studio.exchange import is_remote, remote_call
 from lightning_jax.studio.records import (
+    MAX_NAME_CHARS,
     CallView,
     Kind,
     RolloutRow,
@@ -22,12 +23,19 @@ from lightning_jax.studio.records import (
     SpanView,
     StepCredit,
     TokenView,
+    as_text,
+    common_length,
+    cut,
 )
-from lightning_jax.studio.text import as_text, split_text, token_texts
-from lightning_jax.studio.tree import in_tree_order
 from lightning_jax.system.text import printable
 from lightning_jax.traces import attributes
-from lightning_jax.traces.tree import call_order, has_choice_spans, is_gateway_call, is_tool
+from lightning_jax.traces.tree import (
+    call_order,
+    has_choice_spans,
+    in_tree_order,
+    is_gateway_call,
+    is_tool,
+)
 from lightning_jax.types import Rollout, Span, Transition
 
 INPUTS = (attributes.TOOL_ARGUMENTS, attributes.INPUT, "tool.parameters", "gen_ai.input.messages")
@@ -39,7 +47,8 @@ SHOWN_OTHERWISE = frozenset(
     | {attributes.SAMPLING_LOGPROBS, attributes.TEMPERED_LOGPROBS, attributes.POLICY_VERSIONS}
     | {attributes.FORCED, attributes.ROLLOUT_ID, *INPUTS, *OUTPUTS}
 )
-NAME_CHARS = 40  # of a task's text in a table
+MAIN_FIELDS = ("question", "prompt")  # of a task; else its first text is shown
+TASK_CHARS = 40  # of a task's text in a table
 NO_SPANS = "no spans: the agent made no calls, or none has finished yet"
 
 
@@ -64,8 +73,11 @@ def view_rollout(
         rollout=_printable(rollout),
         duration_s=max(end - origin, 0) / 1e9,
         spans=tuple(_span(span, depth, origin, calls) for span, depth in ordered),
-        task=tuple((printable(name), printable(text)) for name, text in task.items()),
+        task=tuple(
+            (printable(cut(name, MAX_NAME_CHARS)), printable(text)) for name, text in task.items()
+        ),
         notes=(*credit.notes, *(() if spans else (NO_SPANS,))),
+        task_name=task_name(rollout.task_id, task),
     )
 
 
@@ -102,12 +114,14 @@ def newest_first(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def task_name(task_id: str, fields: Mapping[str, str]) -> str:
-    """Return the id and the start of the task's first text, on one line."""
-    texts = (" ".join(text.split()) for text in fields.values())
-    first = next((text for text in texts if any(map(str.isalpha, text))), "")
-    if len(first) > NAME_CHARS:
-        first = f"{first[:NAME_CHARS]}..."
-    return printable(f"{task_id}: {first}" if first else task_id)
+    """Return the id and the start of the task's question or other text, on one line."""
+    texts = [fields[name] for name in MAIN_FIELDS if fields.get(name, "").strip()]
+    texts += [text for text in fields.values() if any(map(str.isalpha, text))]
+    main = " ".join(texts[0].split()) if texts else ""
+    if len(main) > TASK_CHARS:
+        main = f"{main[:TASK_CHARS]}..."
+    task_id = cut(task_id, MAX_NAME_CHARS)
+    return printable(f"{task_id}: {main}" if main else task_id)
 
 
 def _row(rollout: Rollout, spans: Sequence[Span], task: Mapping[str, str]) -> RolloutRow:
@@ -115,9 +129,9 @@ def _row(rollout: Rollout, spans: Sequence[Span], task: Mapping[str, str]) -> Ro
     took = max((span.end_ns for span in spans), default=0) - min(starts, default=0)
     return RolloutRow(
         rollout=_printable(rollout),
-        num_calls=sum(is_gateway_call(span) for span in spans),
-        duration_s=max(took, 0) / 1e9 if starts else 0.0,
         task_name=task_name(rollout.task_id, task),
+        seconds=max(took, 0) / 1e9 if starts else 0.0,
+        num_calls=sum(is_gateway_call(span) for span in spans),
     )
 
 
@@ -222,6 +236,32 @@ def _call(span: Span, number: int, texts: _Texts, transition: Transition | None)
         answered_by=printable(str(values.get(attributes.ANSWERED_BY, ""))),
         trains=transition.trains if transition else False,
     )
+
+
+def split_text(ids: Sequence[int], at: int, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the text of the first `at` tokens and the rest of the text, with special tokens.
+
+    A character with bytes on both sides goes to the rest.
+    """
+    whole = tokenizer.decode(ids, skip_special=False)
+    head = tokenizer.decode(ids[:at], skip_special=False)
+    size = common_length(head, whole)
+    return printable(whole[:size]), printable(whole[size:])
+
+
+def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the text that each token adds. A character of several tokens goes to the last one."""
+    decoder = StreamDecoder(tokenizer)
+    texts = []
+    for token_id in ids:
+        if token_id in tokenizer.special_ids:
+            texts.append(decoder.flush() + tokenizer.decode([token_id], skip_special=False))
+            decoder = StreamDecoder(tokenizer)
+        else:
+            texts.append(decoder.push(token_id))
+    if texts:
+        texts[-1] += decoder.flush()
+    return tuple(printable(text) for text in texts)
 
 
 def _tool_calls(
