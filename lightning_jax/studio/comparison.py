@@ -5,7 +5,7 @@ The live page shows these records, and `comparison_tables.py` makes tables of th
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,7 +123,8 @@ def settings_table(groups: Sequence[Group], names: Sequence[str]) -> Grid:
     keys = sorted({key for group in by_group for found in group for key in found})
     rows = []
     for key in keys:
-        cells = [_values(group, key) for group in by_group]
+        values = [dict.fromkeys(found.get(key, "") for found in group) for group in by_group]
+        cells = [", ".join(found) for found in values]
         is_only_seed = key == SEED and any(len(group) > 1 for group in groups)
         if len(set(cells)) > 1 and not is_only_seed:
             rows.append((key, *cells))
@@ -137,10 +138,6 @@ def _compared(run: RunSummary) -> dict[str, str]:
     found = {key: printable(str(value)) for key, value in run.settings.items()}
     found |= {f"content of {key}": digest[:8] for key, digest in run.sources.items()}
     return {key: value for key, value in found.items() if key not in NOT_COMPARED}
-
-
-def _values(group: Sequence[Mapping[str, str]], key: str) -> str:
-    return ", ".join(dict.fromkeys(found.get(key, "") for found in group))
 
 
 # Tasks

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,14 +12,13 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.studio import Axis
 from lightning_jax.studio.comparison import (
     Group,
-    Pair,
     TaskRow,
     compare,
     group_names,
     task_facts,
 )
 from lightning_jax.studio.records import Grid, columns
-from lightning_jax.studio.runs import REWARD, TRAINING_REWARD, RunSummary, runs_table
+from lightning_jax.studio.runs import REWARD, TRAINING_REWARD, runs_table
 from lightning_jax.system.files import replacing
 from lightning_jax.system.text import printable
 
@@ -41,7 +40,14 @@ def compare_runs(groups: Sequence[Group], axis: Axis = "steps") -> list[Grid]:
         _training(groups, names, axis),
     ]
     for pair in found.pairs:
-        tables += [_pair_table(pair), *([pair.seeds] if pair.seeds else [])]
+        before, after = pair.first_name, pair.name
+        title = f"{after} against {before}"
+        if pair.missing:
+            tables.append(Grid(title, (), (), (pair.missing,)))
+        else:
+            title = f"{title}, {pair.when}"
+            tables.append(_tasks_table(title, pair.tasks, before, after, pair.facts))
+        tables += [pair.seeds] if pair.seeds else []
     return [grid for grid in tables if grid.rows or grid.notes]
 
 
@@ -92,13 +98,6 @@ def _training(groups: Sequence[Group], names: Sequence[str], axis: Axis) -> Grid
     return Grid(title, columns(axis, *names, numbers=(axis, *names)), tuple(rows))
 
 
-def _pair_table(pair: Pair) -> Grid:
-    title = f"{pair.name} against {pair.first_name}"
-    if pair.missing:
-        return Grid(title, (), (), (pair.missing,))
-    return _tasks_table(f"{title}, {pair.when}", pair.tasks, pair.first_name, pair.name, pair.facts)
-
-
 def comparison_table(
     found: TaskComparison, title: str, before: str = "before", after: str = "after"
 ) -> Grid:
@@ -137,9 +136,14 @@ def plot_runs(groups: Sequence[Group], axis: Axis, path: Path) -> None:
             key="--png",
         )
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")
+    labelled = [
+        (index, name if run is group[0] else None, run)
+        for index, (name, group) in enumerate(zip(group_names(groups), groups, strict=True))
+        for run in group
+    ]
     panels = ((TRAINING_REWARD, "reward of training rollouts"), (REWARD, "reward on dev tasks"))
     for axes, (metric, title) in zip(figure.subplots(1, 2), panels, strict=True):
-        for index, label, run in _labelled(groups):
+        for index, label, run in labelled:
             points = run.points(metric, axis)
             places, rewards = [at for at, _ in points], [row[metric] for _, row in points]
             style: dict[str, Any] = dict(
@@ -156,10 +160,3 @@ def plot_runs(groups: Sequence[Group], axis: Axis, path: Path) -> None:
         axes.legend(fontsize=8)
     with replacing(path) as draft:
         figure.savefig(draft, format="png", dpi=100)
-
-
-def _labelled(groups: Sequence[Group]) -> Iterator[tuple[int, str | None, RunSummary]]:
-    """Yield (index of the group, its name for its first run, run)."""
-    for index, (name, group) in enumerate(zip(group_names(groups), groups, strict=True)):
-        for number, run in enumerate(group):
-            yield index, name if number == 0 else None, run

@@ -83,7 +83,7 @@ def remote_call(
 
 def read_exchange(sent: str, answer: str, dialect: str = "") -> Exchange:
     """Read a request and its answer, which may be cut or in an unknown format."""
-    from lightning_jax.gateway.dialects.recorded import read_request  # few views need it
+    from lightning_jax.gateway.dialects.all import read_request  # few views need it
 
     messages: tuple[str, ...] = ()
     with suppress(Exception):  # another format, also below

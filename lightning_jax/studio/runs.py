@@ -232,15 +232,12 @@ def run_dirs(folder: Path) -> Iterator[tuple[Path, str]]:
     for path, names, files in os.walk(folder):
         if SETTINGS in files and {STORE, LOCK, METRICS} & set(files):
             names.clear()
-            yield Path(path), _name(Path(path), folder)
+            run = Path(path)
+            yield run, str(run if run == folder else run.relative_to(folder))
         elif len(Path(path).relative_to(folder).parts) >= MAX_DEPTH:
             names.clear()
         else:
             names[:] = sorted(name for name in names if not name.startswith("."))
-
-
-def _name(path: Path, folder: Path) -> str:
-    return str(path if path == folder else path.relative_to(folder))
 
 
 def _settings(path: Path) -> Mapping[str, Any]:

@@ -47,7 +47,8 @@ def render_run(view: RunView, width: int) -> RenderableType:
     for row in view.rows:
         rollout = row.rollout
         name, reason = _text(rollout.rollout_id), _text(rollout.reason or "", "red")
-        numbers = _number(rollout.reward), _text(row.num_calls), _text(f"{row.seconds or 0:.2f}")
+        reward = "" if rollout.reward is None else f"{rollout.reward:g}"
+        numbers = _text(reward), _text(row.num_calls), _text(f"{row.seconds or 0:.2f}")
         if wide:
             which = (name, *map(_text, (rollout.phase, rollout.step, row.task_name)))
             table.add_row(*which, _status(rollout.status), *numbers, reason)
@@ -184,10 +185,6 @@ def _text(value: object, style: str = "") -> Text:
 
 def _status(status: str) -> Text:
     return _text(status.replace("_", " "), STATUS_STYLES.get(status, "yellow"))
-
-
-def _number(value: float | None) -> Text:
-    return _text("" if value is None else f"{value:g}")
 
 
 # Tables

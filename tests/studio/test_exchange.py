@@ -201,7 +201,7 @@ def test_fields_that_the_gateway_refuses_hide_no_message(caplog: pytest.LogCaptu
         {"system": "Look.", "messages": [{"role": "user", "content": [{"type": "image"}]}]},
         {"messages": "none"},
         {"messages": [{"role": "assistant", "tool_calls": [1]}]},
-        {"input": [{"type": "unknown"}]},
+        {"instructions": "Look.", "input": [{"type": "unknown"}]},
         {"messages": [{"role": "user", "content": json.loads("[" * 200 + "]" * 200)}]},
     ],
 )

@@ -106,7 +106,7 @@ class LiveServer:
             ("/rollouts", _rollouts),
             ("/rollouts/{rollout}", _of("rollout", answers.rollout_answer)),
         ):
-            get(run + path, partial(self._answer, self._of_run(answer)))
+            get(run + path, partial(self._answer_of_run, answer))
         get(run + "/page.html", partial(self._page, _run_page))
         page = partial(self._page, _of("rollout", answers.rollout_page))
         get(run + "/rollouts/{rollout}/page.html", page)
@@ -133,10 +133,10 @@ class LiveServer:
         found = await self.answers.get(request.path_qs, lambda: answer(request))
         return _json(found, request)
 
-    def _of_run(
-        self, answer: Callable[[web.Request, WatchedRun], Any]
-    ) -> Callable[[web.Request], Any]:
-        return lambda request: answer(request, self._run(request))
+    async def _answer_of_run(
+        self, answer: Callable[[web.Request, WatchedRun], Any], request: web.Request
+    ) -> web.StreamResponse:
+        return await self._answer(lambda asked: answer(asked, self._run(asked)), request)
 
     def _run(self, request: web.Request) -> WatchedRun:
         return self._catalog.run(request.match_info["run"])
