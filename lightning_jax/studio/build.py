@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -178,10 +178,8 @@ def _calls(
         longest = max(shared.values(), default=0)
         with_call = max(n for n, size in shared.items() if size == longest) if longest else None
         paths[number] = np.concatenate([prompt, response])
-        texts = _texts(span, longest, tokenizer)
-        call = _call(span, number, texts, transitions.get(span.span_id))
         found[span.span_id] = replace(
-            call,
+            _call(span, number, longest, tokenizer, transitions.get(span.span_id)),
             shares_with=with_call,
             num_shared_tokens=longest,
             credit=credit.by_call.get(span.span_id),
@@ -189,44 +187,39 @@ def _calls(
     return found
 
 
-@dataclass(frozen=True)
-class _Texts:
-    shared: str  # part of the prompt that an earlier call had, too
-    new: str
-    tokens: tuple[str, ...]  # of the response, one text per token
-    tool_calls: tuple[tuple[str, str], ...]
-
-
-def _texts(span: Span, num_shared: int, tokenizer: Tokenizer | None) -> _Texts:
-    response = tuple(span.attributes.get(attributes.RESPONSE_TOKEN_IDS, ()))
-    if tokenizer is None:
-        return _Texts("", "", ("",) * len(response), ())
-    prompt = tuple(span.attributes[attributes.PROMPT_TOKEN_IDS])
-    is_free = attributes.FORCED not in span.attributes  # a grammar leaves no room for thoughts
-    return _Texts(
-        *split_text(prompt, num_shared, tokenizer),
-        token_texts(response, tokenizer),
-        _tool_calls(response, tokenizer, open_thought(prompt, tokenizer) if is_free else ""),
-    )
-
-
-def _call(span: Span, number: int, texts: _Texts, transition: Transition | None) -> CallView:
-    """Build a call without its shared prefix and credit.
+def _call(
+    span: Span,
+    number: int,
+    num_shared: int,
+    tokenizer: Tokenizer | None,
+    transition: Transition | None,
+) -> CallView:
+    """Build a call whose first `num_shared` tokens an earlier one had, without its credit.
 
     `transition` is None if the call failed.
     """
     values = span.attributes
-    logprobs = tuple(values.get(attributes.BEHAVIOR_LOGPROBS, ())) or (None,) * len(texts.tokens)
-    forced = tuple(values.get(attributes.FORCED, ())) or (False,) * len(texts.tokens)
-    versions = tuple(values.get(attributes.POLICY_VERSIONS, ())) or (None,) * len(texts.tokens)
+    prompt = tuple(values[attributes.PROMPT_TOKEN_IDS])
+    response = tuple(values.get(attributes.RESPONSE_TOKEN_IDS, ()))
+    shared_text = new_text = ""
+    texts, tool_calls = ("",) * len(response), ()
+    if tokenizer is not None:
+        shared_text, new_text = split_text(prompt, num_shared, tokenizer)
+        texts = token_texts(response, tokenizer)
+        # A grammar leaves no room for thoughts.
+        thought = "" if attributes.FORCED in values else open_thought(prompt, tokenizer)
+        tool_calls = _tool_calls(response, tokenizer, thought)
+    logprobs = tuple(values.get(attributes.BEHAVIOR_LOGPROBS, ())) or (None,) * len(response)
+    forced = tuple(values.get(attributes.FORCED, ())) or (False,) * len(response)
+    versions = tuple(values.get(attributes.POLICY_VERSIONS, ())) or (None,) * len(response)
     known = [logprob for logprob in logprobs if logprob is not None]
     return CallView(
         number=number,
-        num_prompt_tokens=len(values[attributes.PROMPT_TOKEN_IDS]),
-        shared_text=texts.shared,
-        new_text=texts.new,
-        tokens=tuple(map(TokenView, texts.tokens, logprobs, forced, versions)),
-        tool_calls=texts.tool_calls,
+        num_prompt_tokens=len(prompt),
+        shared_text=shared_text,
+        new_text=new_text,
+        tokens=tuple(map(TokenView, texts, logprobs, forced, versions)),
+        tool_calls=tool_calls,
         finish_reason=", ".join(map(as_text, values.get(attributes.RESPONSE_FINISH_REASONS, ()))),
         mean_logprob=float(np.mean(known)) if known else None,
         versions=tuple(sorted(set(values.get(attributes.POLICY_VERSIONS, ())))),

@@ -44,7 +44,7 @@ def render_page(run: RunView | None, rollouts: Sequence[RolloutView]) -> str:
     found = as_json({"title": title, "run": run, "rollouts": rollouts})
     stored = to_json(found, inf_nan_mode="null").decode()
     script = f'"use strict";\nconst modules = {{}};\n{_bundle("stored.js", set())}'
-    style = (ASSETS / "style.css").read_text()
+    style = (ASSETS / "style.css").read_text(encoding="utf-8")
     return PAGE.substitute(
         policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
         "base-uri 'none'; form-action 'none'",
@@ -61,7 +61,7 @@ def _bundle(name: str, names: set[str]) -> str:
     `names` are the modules that come before, and get those that are added.
     """
     names.add(name)
-    text = (ASSETS / name).read_text()
+    text = (ASSETS / name).read_text(encoding="utf-8")
     before = [_bundle(other, names) for _, other in IMPORT.findall(text) if other not in names]
     exports = ", ".join(match[1] for match in EXPORT.findall(text))
     text = EXPORT.sub(r"\1", IMPORT.sub(r'const \1 = modules["\2"];', text))

@@ -68,12 +68,12 @@ class CallView:
     num_prompt_tokens: int | None
     shared_text: str  # part of the prompt that an earlier call had read or written
     new_text: str  # the rest of the prompt
-    tokens: tuple[TokenView, ...]
-    tool_calls: tuple[tuple[str, str], ...]  # (name, arguments as JSON) in the response
-    finish_reason: str
-    mean_logprob: float | None  # nats per token
-    versions: tuple[int, ...]  # distinct weights versions
-    reward: float  # the call's own reward
+    tokens: tuple[TokenView, ...] = ()
+    tool_calls: tuple[tuple[str, str], ...] = ()  # (name, arguments as JSON) in the response
+    finish_reason: str = ""
+    mean_logprob: float | None = None  # nats per token
+    versions: tuple[int, ...] = ()  # distinct weights versions
+    reward: float = 0.0  # the call's own reward
     agent: str = ""  # the calling sub-agent, if known
     role: str = ""  # one of the config's `roles`; "" if none matches
     answered_by: str = ""  # policy name, if there are several, else ""
@@ -285,7 +285,7 @@ def _first_tokens(tokens: tuple[TokenView, ...]) -> list[Any]:
     """Return the first tokens of a response as [text, log-prob, version, forced]."""
     left, first = MAX_RESPONSE_CHARS, []
     for token in tokens[:MAX_TOKENS]:
-        text = as_json(token.text, MAX_TOKEN_CHARS)
+        text = cut(token.text, MAX_TOKEN_CHARS)
         left -= len(text)
         if left < 0:
             break
