@@ -13,19 +13,17 @@ from lightning_jax.rollouts.compare_tasks import Rewards, compare_tasks
 from lightning_jax.rollouts.failures import FailureWatch
 from lightning_jax.rollouts.metrics import split_by
 from lightning_jax.settings import ConfigError
+from lightning_jax.studio.comparison_tables import comparison_table
 from lightning_jax.studio.evaluation import (
-    comparison_table,
-    evaluation_table,
-    learning_notes,
-)
-from lightning_jax.studio.results import (
     Calls,
     count_calls,
+    evaluation_table,
+    learning_notes,
     read_rewards,
     task_results,
     write_results,
 )
-from lightning_jax.studio.tables import as_terminal
+from lightning_jax.studio.terminal import as_terminal
 from lightning_jax.system.text import printable
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config

@@ -24,6 +24,7 @@ from lightning_jax.cli.runs import (
     run_compare,
     run_rescore,
     run_runs,
+    show,
 )
 from lightning_jax.cli.runtime import (
     STOPPED,
@@ -285,8 +286,6 @@ def _view(arguments: argparse.Namespace) -> int:
 
     The waterfall has agent, LLM and tool spans with prompts, responses, credit and advantages.
     """
-    from lightning_jax.studio.command import show
-
     if arguments.rollout_id and (arguments.phase or arguments.step is not None):
         return _fail(
             "error: --phase and --step cannot be combined with a rollout; drop one of them.", 2

@@ -19,7 +19,8 @@ from lightning_jax.rollouts.metrics import earned
 from lightning_jax.rollouts.rewards import component_metrics, flipped, rank_correlation
 from lightning_jax.rollouts.scoring import Scorer, make_scorer
 from lightning_jax.settings import ConfigError, load_config
-from lightning_jax.studio.tables import Grid, as_terminal, columns
+from lightning_jax.studio.records import Grid, columns
+from lightning_jax.studio.terminal import as_terminal
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.check import check_judges
 from lightning_jax.train.config import Config

@@ -1,10 +1,11 @@
-"""The commands `lightning-jax runs`, `compare` and `rescore`."""
+"""The commands `lightning-jax view`, `runs`, `compare` and `rescore`."""
 
 import argparse
 from pathlib import Path
 
 from lightning_jax.cli.runtime import Limit, number_of
 from lightning_jax.studio import AXES
+from lightning_jax.system.files import SHARED, write_whole
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,7 @@ def run_runs(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_jax.studio.runs import find_runs, runs_table
-    from lightning_jax.studio.tables import as_terminal
+    from lightning_jax.studio.terminal import as_terminal
 
     console = Console(highlight=False)
     console.print(as_terminal(runs_table(find_runs(arguments.folder)), console.width))
@@ -45,9 +46,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_jax.settings import ConfigError
-    from lightning_jax.studio.compare_runs import compare_runs, plot_runs
+    from lightning_jax.studio.comparison_tables import compare_runs, plot_runs
     from lightning_jax.studio.runs import read_run
-    from lightning_jax.studio.tables import as_markdown, as_terminal
+    from lightning_jax.studio.terminal import as_markdown, as_terminal
 
     groups = [
         [read_run(Path(name)) for name in names.split(",") if name] for names in arguments.runs
@@ -69,6 +70,59 @@ def run_compare(arguments: argparse.Namespace) -> int:
     if arguments.png is not None:
         console.print(f"curves: {arguments.png}", markup=False, soft_wrap=True)
     return 0
+
+
+def show(
+    run_dir: Path,
+    rollout_id: str | None,
+    *,
+    phase: str | None,
+    step: int | None,
+    limit: int,
+    chars: int,
+    html: Path | None,
+) -> None:
+    """Print the run's table or one rollout. With `html`, write a page instead.
+
+    Raises UserError if there is nothing to show or the page cannot be written.
+    """
+    from rich.console import Console
+
+    from lightning_jax.studio.load import ViewError, open_run
+    from lightning_jax.studio.page import render_page
+    from lightning_jax.studio.terminal import render_rollout, render_run
+
+    if html is not None and html.suffix not in (".html", ".htm"):  # for example a run's store
+        raise ViewError(
+            f"--html is {str(html)!r}; expected a name that ends in .html.",
+            reason="wrong_suffix",
+            key="--html",
+        )
+    console = Console(highlight=False)
+    with open_run(run_dir) as reader:
+        if rollout_id is not None:
+            run, ids = None, [rollout_id]
+        else:
+            run = reader.run(phase=phase, step=step, limit=limit)
+            ids = [row.rollout.rollout_id for row in run.rows]
+        if html is None:
+            width = console.width
+            if run is not None:
+                console.print(render_run(run, width))
+            else:
+                console.print(render_rollout(reader.rollout(ids[0]), width, chars))
+            return
+        page = render_page(run, [reader.rollout(rollout_id) for rollout_id in ids])
+    try:
+        write_whole(html, page, SHARED)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise ViewError(
+            f"--html is {str(html)!r}, which cannot be written ({error.strerror}); use a file in "
+            "an existing directory.",
+            reason="not_found",
+            key="--html",
+        ) from error
+    console.print(f"rollouts written to {html}: {len(ids)}", markup=False, soft_wrap=True)
 
 
 def add_rescore(parser: argparse.ArgumentParser) -> None:

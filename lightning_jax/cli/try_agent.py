@@ -15,12 +15,11 @@ from rich.rule import Rule
 
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.settings import ConfigError, save_config
-from lightning_jax.studio.evaluation import learning_notes
+from lightning_jax.studio.evaluation import count_calls, learning_notes
 from lightning_jax.studio.load import RunReader, recorded_settings
 from lightning_jax.studio.needs import need_lines, usage_of
-from lightning_jax.studio.results import count_calls
+from lightning_jax.studio.records import cut
 from lightning_jax.studio.terminal import render_rollout, render_run
-from lightning_jax.studio.text import cut
 from lightning_jax.system.text import printable
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config

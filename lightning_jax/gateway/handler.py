@@ -108,7 +108,7 @@ class CallHandler:
             traits = read_traits(body, request.match_info, request.headers)
             route = self._routing.route(**traits)
         if route.role.is_external:
-            return await self._pass_on(call, route, body, len(raw))
+            return await self._pass_on(dialect, call, route, body, len(raw))
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)
         parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
@@ -184,7 +184,7 @@ class CallHandler:
         return running
 
     async def _pass_on(
-        self, call: HandledCall, route: Route, body: Body, num_bytes: int
+        self, dialect: Dialect, call: HandledCall, route: Route, body: Body, num_bytes: int
     ) -> web.StreamResponse:
         """Forward the call to the server that its role names."""
         request, rollout = call.request, call.rollout
@@ -198,6 +198,7 @@ class CallHandler:
             rollout.settings.rollout_id if rollout else None,
             rollout.settings.call_timeout_s if rollout else None,
             span=self._reports.begin(request.headers, rollout),
+            dialect=dialect.name,
             model_in_path=model_in_path,
         )
         return await pass_on(call, proxied, self._callers.responder.store)

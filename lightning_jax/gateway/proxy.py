@@ -48,6 +48,7 @@ class ProxiedCall:
     rollout_id: str | None
     timeout_s: float | None
     span: OpenSpan
+    dialect: str = ""  # wire format of the call
     model_in_path: bool = False  # as Gemini's clients send it, instead of in the body
 
     def ended(self, answer: str, status: int) -> Span:
@@ -84,6 +85,7 @@ class ProxiedCall:
     def _values(self) -> dict[str, Any]:
         return {
             attributes.OPERATION_NAME: attributes.CHAT,
+            attributes.DIALECT: self.dialect,
             attributes.ROLLOUT_ID: self.rollout_id,
             attributes.REQUEST_MODEL: self.route.role.served_model or self.route.model or None,
             attributes.POLICY: self.route.model,

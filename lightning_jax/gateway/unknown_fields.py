@@ -7,7 +7,9 @@ bind or change the answer, are refused: a client would rely on a guarantee that 
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from lightning_jax.gateway.errors import invalid
@@ -18,6 +20,7 @@ log = logging.getLogger(__name__)
 MAX_NAMED = 5  # unknown fields logged for one body
 MAX_WARNINGS = 100  # unknown fields logged for one dialect
 _warned: defaultdict[str, set[str]] = defaultdict(set)
+_are_allowed = ContextVar("_are_allowed", default=False)
 
 # Other servers' names for what an answer must look like.
 FORMATS = (
@@ -68,6 +71,16 @@ _SPELLINGS = {name: name for name in BINDING} | {  # and those in Gemini's style
 }
 
 
+@contextmanager
+def allow_unknown() -> Iterator[None]:
+    """Neither refuse nor log unknown fields meanwhile, as another server reads the body."""
+    token = _are_allowed.set(True)
+    try:
+        yield
+    finally:
+        _are_allowed.reset(token)
+
+
 def check_unknown(
     dialect: str, extra: Mapping[str, Any] | None, ignored: Collection[str] = ()
 ) -> None:
@@ -76,7 +89,7 @@ def check_unknown(
     Each field is named once. Only the first few of a body are named, and the others are counted. A
     dialect gets at most `MAX_WARNINGS` such lines. Raise ApiError for a field of `BINDING`.
     """
-    if not extra:
+    if not extra or _are_allowed.get():
         return
     unknown = [name for name in extra if name not in ignored]
     for name in unknown:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -14,6 +14,7 @@ from lightning_jax.rl.packing import common_prefix
 from lightning_jax.rollouts.failures import failures
 from lightning_jax.studio.exchange import is_remote, remote_call
 from lightning_jax.studio.records import (
+    MAX_NAME_CHARS,
     CallView,
     Kind,
     RolloutRow,
@@ -22,12 +23,19 @@ from lightning_jax.studio.records import (
     SpanView,
     StepCredit,
     TokenView,
+    as_text,
+    common_length,
+    cut,
 )
-from lightning_jax.studio.text import as_text, split_text, token_texts
-from lightning_jax.studio.tree import in_tree_order
 from lightning_jax.system.text import printable
 from lightning_jax.traces import attributes
-from lightning_jax.traces.tree import call_order, has_choice_spans, is_gateway_call, is_tool
+from lightning_jax.traces.tree import (
+    call_order,
+    has_choice_spans,
+    in_tree_order,
+    is_gateway_call,
+    is_tool,
+)
 from lightning_jax.types import Rollout, Span, Transition
 
 INPUTS = (attributes.TOOL_ARGUMENTS, attributes.INPUT, "tool.parameters", "gen_ai.input.messages")
@@ -39,7 +47,8 @@ SHOWN_OTHERWISE = frozenset(
     | {attributes.SAMPLING_LOGPROBS, attributes.TEMPERED_LOGPROBS, attributes.POLICY_VERSIONS}
     | {attributes.FORCED, attributes.ROLLOUT_ID, *INPUTS, *OUTPUTS}
 )
-NAME_CHARS = 40  # of a task's text in a table
+MAIN_FIELDS = ("question", "prompt")  # of a task; else its first text is shown
+TASK_CHARS = 40  # of a task's text in a table
 NO_SPANS = "no spans: the agent made no calls, or none has finished yet"
 
 
@@ -64,8 +73,11 @@ def view_rollout(
         rollout=_printable(rollout),
         duration_s=max(end - origin, 0) / 1e9,
         spans=tuple(_span(span, depth, origin, calls) for span, depth in ordered),
-        task=tuple((printable(name), printable(text)) for name, text in task.items()),
+        task=tuple(
+            (printable(cut(name, MAX_NAME_CHARS)), printable(text)) for name, text in task.items()
+        ),
         notes=(*credit.notes, *(() if spans else (NO_SPANS,))),
+        task_name=task_name(rollout.task_id, task),
     )
 
 
@@ -102,12 +114,14 @@ def newest_first(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def task_name(task_id: str, fields: Mapping[str, str]) -> str:
-    """Return the id and the start of the task's first text, on one line."""
-    texts = (" ".join(text.split()) for text in fields.values())
-    first = next((text for text in texts if any(map(str.isalpha, text))), "")
-    if len(first) > NAME_CHARS:
-        first = f"{first[:NAME_CHARS]}..."
-    return printable(f"{task_id}: {first}" if first else task_id)
+    """Return the id and the start of the task's question or other text, on one line."""
+    texts = [fields[name] for name in MAIN_FIELDS if fields.get(name, "").strip()]
+    texts += [text for text in fields.values() if any(map(str.isalpha, text))]
+    main = " ".join(texts[0].split()) if texts else ""
+    if len(main) > TASK_CHARS:
+        main = f"{main[:TASK_CHARS]}..."
+    task_id = cut(task_id, MAX_NAME_CHARS)
+    return printable(f"{task_id}: {main}" if main else task_id)
 
 
 def _row(rollout: Rollout, spans: Sequence[Span], task: Mapping[str, str]) -> RolloutRow:
@@ -115,9 +129,9 @@ def _row(rollout: Rollout, spans: Sequence[Span], task: Mapping[str, str]) -> Ro
     took = max((span.end_ns for span in spans), default=0) - min(starts, default=0)
     return RolloutRow(
         rollout=_printable(rollout),
-        num_calls=sum(is_gateway_call(span) for span in spans),
-        duration_s=max(took, 0) / 1e9 if starts else 0.0,
         task_name=task_name(rollout.task_id, task),
+        seconds=max(took, 0) / 1e9 if starts else 0.0,
+        num_calls=sum(is_gateway_call(span) for span in spans),
     )
 
 
@@ -164,10 +178,8 @@ def _calls(
         longest = max(shared.values(), default=0)
         with_call = max(n for n, size in shared.items() if size == longest) if longest else None
         paths[number] = np.concatenate([prompt, response])
-        texts = _texts(span, longest, tokenizer)
-        call = _call(span, number, texts, transitions.get(span.span_id))
         found[span.span_id] = replace(
-            call,
+            _call(span, number, longest, tokenizer, transitions.get(span.span_id)),
             shares_with=with_call,
             num_shared_tokens=longest,
             credit=credit.by_call.get(span.span_id),
@@ -175,44 +187,39 @@ def _calls(
     return found
 
 
-@dataclass(frozen=True)
-class _Texts:
-    shared: str  # part of the prompt that an earlier call had, too
-    new: str
-    tokens: tuple[str, ...]  # of the response, one text per token
-    tool_calls: tuple[tuple[str, str], ...]
-
-
-def _texts(span: Span, num_shared: int, tokenizer: Tokenizer | None) -> _Texts:
-    response = tuple(span.attributes.get(attributes.RESPONSE_TOKEN_IDS, ()))
-    if tokenizer is None:
-        return _Texts("", "", ("",) * len(response), ())
-    prompt = tuple(span.attributes[attributes.PROMPT_TOKEN_IDS])
-    is_free = attributes.FORCED not in span.attributes  # a grammar leaves no room for thoughts
-    return _Texts(
-        *split_text(prompt, num_shared, tokenizer),
-        token_texts(response, tokenizer),
-        _tool_calls(response, tokenizer, open_thought(prompt, tokenizer) if is_free else ""),
-    )
-
-
-def _call(span: Span, number: int, texts: _Texts, transition: Transition | None) -> CallView:
-    """Build a call without its shared prefix and credit.
+def _call(
+    span: Span,
+    number: int,
+    num_shared: int,
+    tokenizer: Tokenizer | None,
+    transition: Transition | None,
+) -> CallView:
+    """Build a call whose first `num_shared` tokens an earlier one had, without its credit.
 
     `transition` is None if the call failed.
     """
     values = span.attributes
-    logprobs = tuple(values.get(attributes.BEHAVIOR_LOGPROBS, ())) or (None,) * len(texts.tokens)
-    forced = tuple(values.get(attributes.FORCED, ())) or (False,) * len(texts.tokens)
-    versions = tuple(values.get(attributes.POLICY_VERSIONS, ())) or (None,) * len(texts.tokens)
+    prompt = tuple(values[attributes.PROMPT_TOKEN_IDS])
+    response = tuple(values.get(attributes.RESPONSE_TOKEN_IDS, ()))
+    shared_text = new_text = ""
+    texts, tool_calls = ("",) * len(response), ()
+    if tokenizer is not None:
+        shared_text, new_text = split_text(prompt, num_shared, tokenizer)
+        texts = token_texts(response, tokenizer)
+        # A grammar leaves no room for thoughts.
+        thought = "" if attributes.FORCED in values else open_thought(prompt, tokenizer)
+        tool_calls = _tool_calls(response, tokenizer, thought)
+    logprobs = tuple(values.get(attributes.BEHAVIOR_LOGPROBS, ())) or (None,) * len(response)
+    forced = tuple(values.get(attributes.FORCED, ())) or (False,) * len(response)
+    versions = tuple(values.get(attributes.POLICY_VERSIONS, ())) or (None,) * len(response)
     known = [logprob for logprob in logprobs if logprob is not None]
     return CallView(
         number=number,
-        num_prompt_tokens=len(values[attributes.PROMPT_TOKEN_IDS]),
-        shared_text=texts.shared,
-        new_text=texts.new,
-        tokens=tuple(map(TokenView, texts.tokens, logprobs, forced, versions)),
-        tool_calls=texts.tool_calls,
+        num_prompt_tokens=len(prompt),
+        shared_text=shared_text,
+        new_text=new_text,
+        tokens=tuple(map(TokenView, texts, logprobs, forced, versions)),
+        tool_calls=tool_calls,
         finish_reason=", ".join(map(as_text, values.get(attributes.RESPONSE_FINISH_REASONS, ()))),
         mean_logprob=float(np.mean(known)) if known else None,
         versions=tuple(sorted(set(values.get(attributes.POLICY_VERSIONS, ())))),
@@ -222,6 +229,32 @@ def _call(span: Span, number: int, texts: _Texts, transition: Transition | None)
         answered_by=printable(str(values.get(attributes.ANSWERED_BY, ""))),
         trains=transition.trains if transition else False,
     )
+
+
+def split_text(ids: Sequence[int], at: int, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the text of the first `at` tokens and the rest of the text, with special tokens.
+
+    A character with bytes on both sides goes to the rest.
+    """
+    whole = tokenizer.decode(ids, skip_special=False)
+    head = tokenizer.decode(ids[:at], skip_special=False)
+    size = common_length(head, whole)
+    return printable(whole[:size]), printable(whole[size:])
+
+
+def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the text that each token adds. A character of several tokens goes to the last one."""
+    decoder = StreamDecoder(tokenizer)
+    texts = []
+    for token_id in ids:
+        if token_id in tokenizer.special_ids:
+            texts.append(decoder.flush() + tokenizer.decode([token_id], skip_special=False))
+            decoder = StreamDecoder(tokenizer)
+        else:
+            texts.append(decoder.push(token_id))
+    if texts:
+        texts[-1] += decoder.flush()
+    return tuple(printable(text) for text in texts)
 
 
 def _tool_calls(

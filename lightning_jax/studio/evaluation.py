@@ -1,19 +1,161 @@
-"""Tables of an evaluation and of a comparison of two. Pure functions."""
+"""Results of an evaluation: counted, saved as JSON lines, read again, and as a table."""
 
+import json
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from math import fsum
+from pathlib import Path
 
-from lightning_jax.rollouts.compare_tasks import TaskComparison
-from lightning_jax.rollouts.metrics import eval_metrics
-from lightning_jax.studio.results import Calls
-from lightning_jax.studio.tables import Grid, columns
+from lightning_jax.rollouts.compare_tasks import Rewards
+from lightning_jax.rollouts.metrics import eval_metrics, task_rewards
+from lightning_jax.rollouts.outcome import split_dropped
+from lightning_jax.settings import ConfigError
+from lightning_jax.studio.records import Grid, columns
+from lightning_jax.system.files import write_whole
 from lightning_jax.system.text import printable
+from lightning_jax.traces import attributes
+from lightning_jax.traces.store import Store
+from lightning_jax.traces.tree import from_gateway, is_gateway_call
+from lightning_jax.train.directory import STORE
 from lightning_jax.train.monitors import findings
-from lightning_jax.types import Metrics, Rollout
+from lightning_jax.train.record_files import read_records
+from lightning_jax.types import FINISHED, Metrics, Rollout
 
 MAX_COLUMNS = 5  # of the agent's own numbers; the others are listed below the table
-MAX_CHANGES = 10  # tasks in a comparison
-SIGNIFICANT = 0.05  # p-value of the sign test
 AGENT = "eval/agent_"  # the agent's own numbers in `eval_metrics`
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Number of a rollout's calls, and of its responses that ended at the token limit."""
+
+    number: int
+    num_responses: int  # 0 if another server answered
+    num_cut: int
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Rollouts of one task."""
+
+    id: str
+    rewards: tuple[float, ...]  # of finished rollouts; a failed agent has earned 0
+    num_calls: tuple[int, ...]
+    failures: Mapping[str, int]  # number of failed rollouts by reason
+    metrics: Mapping[str, float]  # means of the other numbers that the agent returned
+
+
+def count_calls(store: Store, rollouts: Sequence[Rollout]) -> dict[str, Calls]:
+    """Return the calls of each rollout by its id."""
+    found = {}
+    for rollout in rollouts:
+        spans = [span for span in store.spans(rollout.rollout_id) if from_gateway(span)]
+        reasons = [
+            reason
+            for span in spans
+            for reason in span.attributes.get(attributes.RESPONSE_FINISH_REASONS, ())
+        ]
+        number = sum(map(is_gateway_call, spans))
+        found[rollout.rollout_id] = Calls(number, len(reasons), reasons.count("length"))
+    return found
+
+
+def task_results(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> list[TaskResult]:
+    """Return the result of each task, in the order of the rollouts."""
+    by_task: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        by_task[rollout.task_id].append(rollout)
+    rewards = task_rewards(rollouts)
+    return [
+        TaskResult(
+            id=task,
+            rewards=tuple(rewards.get(task, ())),
+            num_calls=tuple(calls[rollout.rollout_id].number for rollout in members),
+            failures=dict(Counter(r.reason for r in members if r.reason is not None)),
+            metrics=_mean_metrics(members),
+        )
+        for task, members in by_task.items()
+    ]
+
+
+def _mean_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean of each number over finished rollouts, with 0 where it is missing.
+
+    Rollouts whose value was dropped do not count.
+    """
+    finished = [rollout.metrics for rollout in rollouts if rollout.status in FINISHED]
+    names = dict.fromkeys(name for metrics in finished for name in metrics)
+    found = [split_dropped(name) for metrics in finished for name in metrics]
+    dropped = Counter(metric for _, metric in filter(None, found))
+    return {
+        name: fsum(m.get(name, 0.0) for m in finished) / max(len(finished) - dropped[name], 1)
+        for name in names
+    }
+
+
+def write_results(path: Path, results: Sequence[TaskResult]) -> None:
+    """Write a line of JSON for each task."""
+    write_whole(path, "".join(json.dumps(asdict(result)) + "\n" for result in results))
+
+
+def read_rewards(path: Path) -> tuple[str, Rewards]:
+    """Return (name, rewards of each task) of saved results or of a run's last evaluation.
+
+    Raises UserError if there are none.
+    """
+    return _of_run(path) if path.is_dir() else (str(path), _of_file(path))
+
+
+def _of_file(path: Path) -> Rewards:
+    found: dict[str, list[float]] = {}
+    for where, record in read_records(path):
+        task, rewards = record.get("id"), record.get("rewards")
+        if (
+            not isinstance(task, str)
+            or not isinstance(rewards, list)
+            or not all(isinstance(reward, int | float) for reward in rewards)
+        ):
+            raise ConfigError(
+                f"{where} is no result of a task; expected a file that eval --save wrote.",
+                reason="malformed",
+                key=where,
+            )
+        found[task] = rewards
+    return found
+
+
+def _of_run(directory: Path) -> tuple[str, Rewards]:
+    found = read_evaluations(directory)
+    if not found:
+        raise ConfigError(
+            f"{directory} has no evaluation; expected a run with one, or a file that eval --save "
+            "wrote.",
+            reason="empty",
+            key=str(directory),
+        )
+    last = max(found)
+    return f"{directory}, step {last}", found[last]
+
+
+def read_evaluations(directory: Path) -> dict[int, Rewards]:
+    """Return the rewards of each task in each evaluation of a run, by step."""
+    path = directory / STORE
+    by_step: dict[int, list[Rollout]] = defaultdict(list)
+    if path.is_file():
+        with closing(Store(path, read_only=True)) as store:
+            for rollout in store.rollouts(phase="eval"):
+                if not rollout.superseded:
+                    by_step[rollout.step].append(rollout)
+    return {
+        step: task_rewards(rollouts)
+        for step, rollouts in by_step.items()
+        if any(rollout.status in FINISHED for rollout in rollouts)
+    }
+
+
+# Its table
 
 
 def no_call_share(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> float:
@@ -56,87 +198,28 @@ def evaluation_table(parts: Mapping[str, Sequence[Rollout]], calls: Mapping[str,
     )
     shown, others = list(numbers)[:MAX_COLUMNS], list(numbers)[MAX_COLUMNS:]
     names = ("n", "reward", "failed", "no call", "calls", "cut", *map(printable, shown))
-    rows = tuple(
-        (
-            printable(part),
-            f"{found['eval/num_tasks']:.0f}",
-            _reward(found),
-            f"{_num_failed(found):.0f}",
-            f"{no_call_share(parts[part], calls):.0%}",
-            _calls(parts[part], calls),
-            _share(cut_share(parts[part], calls)),
-            *(_number(found, name) for name in shown),
+    rows = []
+    for part, found in metrics.items():
+        number = sum(calls[rollout.rollout_id].number for rollout in parts[part])
+        num_failed = found["eval/num_agent_failures"] + found["eval/num_infrastructure_failures"]
+        share, reward = cut_share(parts[part], calls), ""
+        if "eval/reward_mean" in found:
+            reward = f"{found['eval/reward_mean']:.3f} ± {found['eval/reward_stderr']:.3f}"
+        cells = (f"{found['eval/num_tasks']:.0f}", reward, f"{num_failed:.0f}")
+        cells += (f"{no_call_share(parts[part], calls):.0%}",)
+        cells += (
+            f"{number / max(len(parts[part]), 1):.1f}",
+            "" if share is None else f"{share:.0%}",
         )
-        for part, found in metrics.items()
-    )
+        rows.append((printable(part), *cells, *(_number(found, name) for name in shown)))
     notes = tuple(
         printable(f"{part}: " + "  ".join(f"{n} {_number(found, n)}" for n in others))
         for part, found in metrics.items()
         if others
     )
-    return Grid("", columns("tasks", *names, numbers=names), rows, notes)
-
-
-def _reward(metrics: Metrics) -> str:
-    if "eval/reward_mean" not in metrics:
-        return ""
-    return f"{metrics['eval/reward_mean']:.3f} ± {metrics['eval/reward_stderr']:.3f}"
-
-
-def _num_failed(metrics: Metrics) -> float:
-    return metrics["eval/num_agent_failures"] + metrics["eval/num_infrastructure_failures"]
-
-
-def _calls(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> str:
-    total = sum(calls[rollout.rollout_id].number for rollout in rollouts)
-    return f"{total / max(len(rollouts), 1):.1f}"
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
+    return Grid("", columns("tasks", *names, numbers=names), tuple(rows), notes)
 
 
 def _number(metrics: Metrics, name: str) -> str:
     value = metrics.get(f"{AGENT}{name}_mean")
     return "" if value is None else f"{value:.3f}"
-
-
-def comparison_table(
-    comparison: TaskComparison, title: str, before: str = "before", after: str = "after"
-) -> Grid:
-    """Return the tasks that changed most, and what the sign test says, as a table."""
-    found, number = comparison, len(comparison.changes)
-    common = f"{number} common tasks"
-    if found.num_only_before or found.num_only_after:
-        common += (
-            f"; {found.num_only_before} only in {before}, {found.num_only_after} only in {after}"
-        )
-    notes = [common]
-    if found.change_mean is not None:
-        notes.append(
-            f"reward {found.change_mean:+.3f} ± {found.change_stderr:.3f}; {found.num_won} won, "
-            f"{found.num_lost} lost, {found.num_equal} equal; {_verdict(found)}"
-        )
-    changed = [change for change in found.changes if change.change]
-    if len(changed) > MAX_CHANGES:
-        notes.append(f"the {MAX_CHANGES} tasks that differ most are shown, of {len(changed)}")
-    numbers = (before, after, "change")
-    rows = tuple(
-        (
-            printable(change.task_id),
-            f"{change.before:.3f}",
-            f"{change.after:.3f}",
-            f"{change.change:+.3f}",
-        )
-        for change in changed[:MAX_CHANGES]
-    )
-    head = columns("task", *numbers, numbers=numbers)
-    return Grid(title, head, rows, tuple(map(printable, notes)))
-
-
-def _verdict(comparison: TaskComparison) -> str:
-    """Return what the sign test says."""
-    p = comparison.p_value
-    if p < SIGNIFICANT:
-        return f"chance alone rarely splits them so unevenly (sign test, p = {p:.2g})"
-    return f"chance alone may split them so (sign test, p = {p:.2g})"

@@ -1,15 +1,17 @@
 """Request and answer of a call that another server answered, read from their JSON. Pure functions.
 
-OpenAI's chat and responses formats and Anthropic's messages are read. Others are shown as they are.
+The gateway's dialects read requests. What they refuse is shown as it is, and so are answers in
+other formats than OpenAI's chat and responses and Anthropic's messages.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_jax.studio.records import CallView
-from lightning_jax.studio.text import as_text
+from lightning_jax.gateway.request import PolicyRequest
+from lightning_jax.studio.records import CallView, as_text, common_length
 from lightning_jax.system.text import printable
 from lightning_jax.traces import attributes
 from lightning_jax.types import Span
@@ -34,30 +36,33 @@ def is_remote(span: Span) -> bool:
     return attributes.SERVED_BY in span.attributes and attributes.INPUT in span.attributes
 
 
+def read_call(span: Span) -> Exchange:
+    """Return the request and the answer of such a call."""
+    values = span.attributes
+    answer = str(values.get(attributes.OUTPUT, ""))
+    return read_exchange(str(values[attributes.INPUT]), answer, values.get(attributes.DIALECT, ""))
+
+
 def remote_call(
-    span: Span, number: int, earlier: Mapping[int, Sequence[str]]
+    span: Span, number: int, earlier: Mapping[int, tuple[str, ...]]
 ) -> tuple[CallView, tuple[str, ...]]:
     """Return the call, and its messages including the response.
 
     `earlier` has such messages of calls before this one, by their number.
     """
     values = span.attributes
-    read = read_exchange(values[attributes.INPUT], values.get(attributes.OUTPUT, ""))
+    read = read_call(span)
     if span.error is not None:  # the view shows the error itself
         read = replace(read, response="", tool_calls=())
-    shared = {n: _num_shared(messages, read.messages) for n, messages in earlier.items()}
+    shared = {n: common_length(found, read.messages) for n, found in earlier.items()}
     longest = max(shared.values(), default=0)
     call = CallView(
         number=number,
         num_prompt_tokens=read.num_prompt_tokens,
         shared_text="\n".join(read.messages[:longest]),
         new_text="\n".join(read.messages[longest:]),
-        tokens=(),
         tool_calls=read.tool_calls,
         finish_reason=read.finish_reason,
-        mean_logprob=None,
-        versions=(),
-        reward=0.0,
         agent=printable(str(values.get(attributes.AGENT, ""))),
         role=printable(str(values.get(attributes.ROLE, ""))),
         trains=False,
@@ -72,59 +77,50 @@ def remote_call(
     return call, (*read.messages, f"assistant: {response}")
 
 
-def _num_shared(messages: Sequence[str], others: Sequence[str]) -> int:
-    pairs = enumerate(zip(messages, others, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(messages), len(others)))
-
-
-def read_exchange(sent: str, answer: str) -> Exchange:
+def read_exchange(sent: str, answer: str, dialect: str = "") -> Exchange:
     """Read a request and its answer, which may be cut or in an unknown format."""
-    request, reply = _as_object(sent), _as_object(answer) or _joined(answer)
-    messages = tuple(_messages(request)) if request else ()
-    found = None if reply is None else _reply(reply)
-    response, calls, reason, usage = found or (answer, (), "", {})
-    return Exchange(
-        messages or (printable(sent),),
-        printable(response),
-        tuple((printable(name), as_text(arguments)) for name, arguments in calls),
-        printable(reason),
-        _count(usage, "prompt_tokens", "input_tokens"),
-        _count(usage, "completion_tokens", "output_tokens"),
-    )
+    from lightning_jax.gateway.dialects.all import read_request  # few views need it
+
+    messages: tuple[str, ...] = ()
+    with suppress(Exception):  # another format, also below
+        if request := read_request(_as_object(sent) or {}, dialect):
+            messages = tuple(map(printable, _messages(request)))
+    messages = messages or (printable(sent),)
+    with suppress(Exception):
+        return _with_reply(messages, _as_object(answer) or _joined(answer))
+    return Exchange(messages, printable(answer))
 
 
 def _as_object(text: str) -> Json | None:
+    from lightning_jax.gateway.fields import is_deep
+
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and not is_deep(value) else None
 
 
 # The request
 
 
-def _messages(request: Json) -> Iterator[str]:
-    """Yield the messages, after the names of the tools and a system prompt beside them."""
-    tools = [tool for tool in _items(request, "tools") if isinstance(tool, Mapping)]
-    names = [_mapping(tool, "function").get("name") or tool.get("name") for tool in tools]
-    if any(names):
-        yield printable(f"tools: {', '.join(str(name) for name in names if name)}")
-    for name in ("system", "instructions"):
-        if request.get(name):
-            yield printable(f"system: {_text(request[name])}")
-    asked = request.get("messages") or request.get("input") or request.get("prompt") or ()
-    for message in [asked] if isinstance(asked, str) else asked:
+def _messages(request: PolicyRequest) -> Iterator[str]:
+    """Yield the messages, after the names of the tools."""
+    if request.functions:
+        yield f"tools: {', '.join(function.name for function in request.functions)}"
+    for prompt in request.prompts or ():
+        yield f"user: {_text(prompt) if isinstance(prompt, str) else as_text(prompt)}"
+    for message in request.messages or ():
         if isinstance(message, Mapping):
-            yield printable(f"{message.get('role') or message.get('type')}: {_content(message)}")
+            yield f"{message.get('role')}: {_content(message)}"
         else:
-            yield printable(f"user: {_text(message)}")
+            yield f"user: {_text(message)}"
 
 
 def _content(message: Json) -> str:
-    """Return the text of a message and its tool calls. An item of another kind stays JSON."""
+    """Return the text of a message and its tool calls. Any other message stays JSON."""
     calls = [f"calls {name}({as_text(given)})" for name, given in _chat_calls(message)]
-    texts = [_text(message[name]) for name in ("content", "output") if message.get(name)]
+    texts = [_text(message["content"])] if message.get("content") else []
     return "\n".join([*texts, *calls]) or as_text(dict(message))
 
 
@@ -138,74 +134,59 @@ def _text(content: Any) -> str:
     return as_text(content)
 
 
-# The answer
-
-Reply = tuple[str, Sequence[tuple[str, Any]], str, Json]  # text, tool calls, finish reason, usage
+# The answer. These functions may raise anything, as the other server may answer anything.
 
 
-def _reply(reply: Json) -> Reply | None:
-    """Return the parts of an answer, or None if its format is unknown."""
-    usage = _mapping(reply, "usage")
-    if choices := [choice for choice in _items(reply, "choices") if isinstance(choice, Mapping)]:
-        messages = [_mapping(choice, "message") or choice for choice in choices]
-        texts = [_text(message.get("content") or message.get("text") or "") for message in messages]
-        calls = [call for message in messages for call in _chat_calls(message)]
-        reasons = [str(choice.get("finish_reason") or "") for choice in choices]
-        return "\n\n".join(texts), calls, ", ".join(filter(None, reasons)), usage
-    parts = _items(reply, "output") or _items(reply, "content")
-    if not all(isinstance(part, Mapping) for part in parts) or not parts:
-        return None
-    texts = [_text(part.get("content") or part["text"]) for part in parts if _has_text(part)]
-    calls = [
-        (str(part.get("name")), part.get("arguments", part.get("input", "")))
-        for part in parts
-        if part.get("type") in ("function_call", "tool_use")
-    ]
-    return "\n\n".join(texts), calls, str(reply.get("stop_reason") or reply.get("status")), usage
-
-
-def _has_text(part: Json) -> bool:
-    return bool(part.get("content") or part.get("text"))
+def _with_reply(messages: tuple[str, ...], reply: Json) -> Exchange:
+    """Return the exchange with a whole answer."""
+    if choices := reply.get("choices"):
+        parts = [choice.get("message") or choice for choice in choices]
+        calls = [call for message in parts for call in _chat_calls(message)]
+        reasons = [choice.get("finish_reason") for choice in choices]
+    else:
+        parts = reply.get("output") or reply["content"]
+        calls = [
+            (part["name"], part.get("arguments", part.get("input", "")))
+            for part in parts
+            if part["type"] in ("function_call", "tool_use")
+        ]
+        reasons = [reply.get("stop_reason") or reply.get("status")]
+    texts = [_text(text) for part in parts if (text := part.get("content") or part.get("text"))]
+    usage = reply.get("usage") or {}
+    counts = (
+        usage.get("prompt_tokens", usage.get("input_tokens")),
+        usage.get("completion_tokens", usage.get("output_tokens")),
+    )
+    return Exchange(
+        messages,
+        printable("\n\n".join(texts)),
+        tuple((printable(str(name)), as_text(given)) for name, given in calls),
+        printable(", ".join(map(str, filter(None, reasons)))),
+        *(count if isinstance(count, int) else None for count in counts),
+    )
 
 
 def _chat_calls(message: Json) -> list[tuple[str, Any]]:
-    functions = [_mapping(call, "function") for call in _items(message, "tool_calls")]
-    return [(str(f.get("name")), f.get("arguments", "")) for f in functions]
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return [(function.get("name"), function.get("arguments", "")) for function in functions]
 
 
-def _joined(answer: str) -> Json | None:
-    """Return a streamed chat completion as one answer, or None if the text is something else."""
+def _joined(answer: str) -> Json:
+    """Return a streamed chat completion as one answer."""
     lines = [line.removeprefix("data:").strip() for line in answer.splitlines()]
     events = [event for event in map(_as_object, lines) if event and "choices" in event]
-    if not events:
-        return None
     text, reason, usage = "", "", {}
     calls: dict[int, dict[str, str]] = {}
     for event in events:
-        usage = _mapping(event, "usage") or usage
-        for choice in _items(event, "choices")[:1]:
-            delta = _mapping(choice, "delta")
+        usage = event.get("usage") or usage
+        for choice in event["choices"][:1]:
+            delta = choice.get("delta") or {}
             text += delta.get("content") or choice.get("text") or ""
             reason = choice.get("finish_reason") or reason
-            for part in _items(delta, "tool_calls"):
-                function = _mapping(part, "function")
+            for part in delta.get("tool_calls") or ():
                 call = calls.setdefault(part.get("index", 0), {"name": "", "arguments": ""})
                 for name in call:
-                    call[name] += function.get(name) or ""
+                    call[name] += part["function"].get(name) or ""
     message = {"content": text, "tool_calls": [{"function": call} for call in calls.values()]}
-    return {"choices": [{"message": message, "finish_reason": reason}], "usage": usage}
-
-
-def _items(node: Any, name: str) -> Sequence[Any]:
-    found = node.get(name) if isinstance(node, Mapping) else None
-    return found if isinstance(found, list) else ()
-
-
-def _mapping(node: Any, name: str) -> Json:
-    found = node.get(name) if isinstance(node, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
-def _count(usage: Json, *names: str) -> int | None:
-    found = [usage[name] for name in names if isinstance(usage.get(name), int)]
-    return found[0] if found else None
+    choices = [{"message": message, "finish_reason": reason}] if events else []
+    return {"choices": choices, "usage": usage}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning_jax.rl.config import ROW_LEN
 from lightning_jax.rl.credit import CUT_SHORT
 from lightning_jax.rollouts.outcome import DEADLINE
-from lightning_jax.studio.exchange import is_remote, read_exchange
+from lightning_jax.studio.exchange import is_remote, read_call
 from lightning_jax.traces import attributes
 from lightning_jax.traces.tree import has_choice_spans, is_gateway_call
 from lightning_jax.train.config import Config
@@ -124,7 +124,7 @@ class _Call:
 def _call(span: Span, config: Config) -> _Call | None:
     values = span.attributes
     if is_remote(span):
-        read = read_exchange(values[attributes.INPUT], values.get(attributes.OUTPUT, ""))
+        read = read_call(span)
         sizes = read.num_prompt_tokens or 0, read.num_response_tokens or 0
         return _Call(True, *sizes, is_cut=False, asked=0, seconds=0.0, has_timed_out=False)
     if attributes.POLICY not in values:

@@ -1,62 +1,74 @@
-"""Rendering of a view as one HTML page without network access or scripts. Pure functions."""
+"""Rollouts in one HTML page without network access: scripts of the live page with JSON inside.
 
-import functools
-import math
+The page may run and load nothing but what it holds. Its scripts set texts as text.
+"""
+
+import base64
+import hashlib
+import html
+import re
 from collections.abc import Sequence
+from pathlib import Path
+from string import Template
 
-import jinja2
+from pydantic_core import to_json
 
-from lightning_jax.studio.records import RolloutView, RunView, SpanView, TokenView
-from lightning_jax.studio.terminal import facts
-from lightning_jax.studio.text import cut
+from lightning_jax.studio.records import RolloutView, RunView, as_json
 
-MAX_CHARS = 20_000  # per text
-MAX_ATTRIBUTE_CHARS = 500
-MAX_TOKENS = 5_000  # per response
-MAX_SPANS = 500  # per rollout
+ASSETS = Path(__file__).parent / "live" / "assets"
+IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./([\w.]+)";$', re.MULTILINE)
+EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
+PAGE = Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="$policy">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>$style</style>
+</head>
+<body>
+<main id="view"></main>
+<noscript>This page needs JavaScript. Without it, use <code>lightning-jax view</code>.</noscript>
+<script type="application/json" id="stored">$stored</script>
+<script>$script</script>
+</body>
+</html>
+""")
 
 
 def render_page(run: RunView | None, rollouts: Sequence[RolloutView]) -> str:
     """Render these rollouts as a page, below the table of the run if there is one."""
-    name = run.name if run else rollouts[0].rollout.rollout_id
-    return _template().render(run=run, rollouts=rollouts, title=f"{name} - lightning-jax")
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    """Return the page's template. It escapes all values."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("lightning_jax.studio", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    title = f"{run.name if run else rollouts[0].rollout.rollout_id} - lightning-jax"
+    found = as_json({"title": title, "run": run, "rollouts": rollouts})
+    stored = to_json(found, inf_nan_mode="null").decode()
+    script = f'"use strict";\nconst modules = {{}};\n{_bundle("stored.js", set())}'
+    style = (ASSETS / "style.css").read_text(encoding="utf-8")
+    return PAGE.substitute(
+        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'",
+        title=html.escape(title),
+        style=style,
+        stored=stored.replace("<", "\\u003c"),  # so that no text ends the script
+        script=script,
     )
-    environment.filters |= {
-        "cut": functools.partial(cut, limit=MAX_CHARS),
-        "cut_attribute": functools.partial(cut, limit=MAX_ATTRIBUTE_CHARS),
-        "facts": facts,
-        "percent": _percent,
-        "sign": _sign,
-        "surprise": _surprise,
-    }
-    environment.globals |= {"max_tokens": MAX_TOKENS, "max_spans": MAX_SPANS}
-    return environment.get_template("page.html.jinja")
 
 
-def _percent(seconds: float, whole_s: float) -> str:
-    """Return the share of the rollout's time, for CSS."""
-    return f"{100 * min(max(seconds / whole_s, 0.0), 1.0) if whole_s > 0 else 0.0:.3f}%"
+def _bundle(name: str, names: set[str]) -> str:
+    """Return a module of the live page after those it imports, each in a function of its own.
+
+    `names` are the modules that come before, and get those that are added.
+    """
+    names.add(name)
+    text = (ASSETS / name).read_text(encoding="utf-8")
+    before = [_bundle(other, names) for _, other in IMPORT.findall(text) if other not in names]
+    exports = ", ".join(match[1] for match in EXPORT.findall(text))
+    text = EXPORT.sub(r"\1", IMPORT.sub(r'const \1 = modules["\2"];', text))
+    module = f'modules["{name}"] = (() => {{\n{text}return {{ {exports} }};\n}})();\n'
+    return "".join((*before, module))
 
 
-def _sign(span: SpanView) -> str:
-    """Return a CSS name for the sign of the call's advantage."""
-    credit = span.call.credit if span.call else None
-    if credit is None or credit.advantage == 0:
-        return "none"
-    return "plus" if credit.advantage > 0 else "minus"
-
-
-def _surprise(token: TokenView) -> str:
-    """Return one minus the token's probability, for CSS."""
-    return "0" if token.logprob is None else f"{1 - math.exp(min(token.logprob, 0.0)):.2f}"
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"

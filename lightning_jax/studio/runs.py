@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -10,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError, flatten, read_saved
 from lightning_jax.studio import Axis
-from lightning_jax.studio.tables import Grid, columns
+from lightning_jax.studio.records import Grid, columns
 from lightning_jax.system.text import printable
 from lightning_jax.traces.listing import StoreListing
 from lightning_jax.train.directory import LOCK, METRICS, SETTINGS, SOURCES, STORE, require_run
@@ -27,12 +28,17 @@ Status = Literal["running", "finished", "stopped", "failed", "unreadable"]
 
 MAX_PARSED = 256  # settings that are kept in memory
 MAX_DEPTH = 5  # of a run below the folder that is searched
-REWARD = "eval/reward_mean"
+REWARD, TRAINING_REWARD = "eval/reward_mean", "rollout/reward_mean"
 
 
 @dataclass(frozen=True)
 class RunSummary:
     """One run directory. A number that is not known is None."""
+
+    json_fields: ClassVar = (
+        *("key", "name", "status", "why", "num_steps", "total_steps", "minutes", "started_s"),
+        *("model", "rollouts", "failed_share", "is_evaluated", "first", "best", "last"),
+    )
 
     directory: Path
     name: str  # path below the folder that was searched
@@ -43,6 +49,10 @@ class RunSummary:
     sources: Mapping[str, str]  # digests of the agent's file and the tasks
     rollouts: Mapping[str, int]  # number by status
     started_s: float | None  # since the epoch
+
+    @property
+    def key(self) -> str:
+        return run_key(self.directory)
 
     @property
     def num_steps(self) -> int:
@@ -79,11 +89,42 @@ class RunSummary:
         return tuple(row for row in self.rows if REWARD in row)
 
     @property
+    def is_evaluated(self) -> bool:
+        return bool(self.evaluations)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the evaluations, or of the training rollouts if there were none."""
+        name = REWARD if self.is_evaluated else TRAINING_REWARD
+        return [row[name] for row in self.rows if name in row]
+
+    @property
+    def first(self) -> float | None:
+        return self.rewards[0] if self.rewards else None
+
+    @property
+    def best(self) -> float | None:
+        return max(self.rewards, default=None)
+
+    @property
+    def last(self) -> float | None:
+        return self.rewards[-1] if self.rewards else None
+
+    @property
+    def model(self) -> str:
+        return printable(str(self.settings.get("model.name", "")))
+
+    @property
     def failed_share(self) -> float | None:
         """Share of the finished rollouts that failed, by the agent or by the infrastructure."""
         failed = sum(n for status, n in self.rollouts.items() if status.endswith("_failure"))
         finished = failed + self.rollouts.get("scored", 0)
         return failed / finished if finished else None
+
+
+def run_key(directory: Path) -> str:
+    """Return the name of a run in addresses of the page."""
+    return hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
@@ -144,56 +185,32 @@ def runs_table(runs: Sequence[RunSummary], title: str = "") -> Grid:
     """Return a table with a line per run."""
     numbers = ("steps", "minutes", "first", "best", "last", "rollouts", "failed")
     names = ("run", "status", "steps", "started", "minutes", "model", *numbers[2:])
-    evaluated = any(run.evaluations for run in runs)
-    notes = ["first, best, last: greedy reward on the dev tasks"] * evaluated
-    if any(_training_rewards(run) and not run.evaluations for run in runs):
+    notes = ["first, best, last: greedy reward on the dev tasks"] * any(
+        run.is_evaluated for run in runs
+    )
+    if any(run.rewards and not run.is_evaluated for run in runs):
         notes.append("*: mean reward of the training rollouts, as the run has no evaluation")
     notes += [f"{run.name}: {run.why}" for run in runs if run.why]
-    rows = tuple(_line(run) for run in runs)
-    return Grid(
-        title,
-        columns(*names, numbers=numbers, can_drop=("model", "started", "first")),
-        rows,
-        tuple(notes),
-    )
+    head = columns(*names, numbers=numbers, can_drop=("model", "started", "first"))
+    return Grid(title, head, tuple(map(_cells, runs)), tuple(notes))
 
 
-def _line(run: RunSummary) -> tuple[str, ...]:
+def _cells(run: RunSummary) -> tuple[str, ...]:
     total = "" if run.total_steps is None else f" of {run.total_steps}"
     started = time.localtime(run.started_s) if run.started_s else None
-    share = run.failed_share
+    share, sign = run.failed_share, "" if run.is_evaluated else "*"
+    rewards = (run.first, run.best, run.last)
     return (
         run.name,
         run.status,
         f"{run.num_steps}{total}",
         time.strftime("%Y-%m-%d %H:%M", started) if started else "",
         f"{run.minutes:.1f}",
-        printable(Path(str(run.settings.get("model.name", ""))).name),
-        *_rewards(run),
+        Path(run.model).name,
+        *("" if reward is None else f"{reward:.3f}{sign}" for reward in rewards),
         str(sum(run.rollouts.values())),
         "" if share is None else f"{share:.1%}" if share else "0%",
     )
-
-
-def rewards_of(run: RunSummary) -> tuple[list[float], bool]:
-    """Return the rewards of the evaluations, or else of training, and whether there were any
-    evaluations.
-    """
-    values = [row[REWARD] for row in run.evaluations]
-    return (values, True) if values else (_training_rewards(run), False)
-
-
-def _rewards(run: RunSummary) -> tuple[str, str, str]:
-    """Return the first, best and last reward as text."""
-    values, is_evaluated = rewards_of(run)
-    if not values:
-        return "", "", ""
-    sign = "" if is_evaluated else "*"
-    return f"{values[0]:.3f}{sign}", f"{max(values):.3f}{sign}", f"{values[-1]:.3f}{sign}"
-
-
-def _training_rewards(run: RunSummary) -> list[float]:
-    return [row["rollout/reward_mean"] for row in run.rows if "rollout/reward_mean" in row]
 
 
 def require_folder(folder: Path) -> None:
@@ -215,15 +232,12 @@ def run_dirs(folder: Path) -> Iterator[tuple[Path, str]]:
     for path, names, files in os.walk(folder):
         if SETTINGS in files and {STORE, LOCK, METRICS} & set(files):
             names.clear()
-            yield Path(path), _name(Path(path), folder)
+            run = Path(path)
+            yield run, str(run if run == folder else run.relative_to(folder))
         elif len(Path(path).relative_to(folder).parts) >= MAX_DEPTH:
             names.clear()
         else:
             names[:] = sorted(name for name in names if not name.startswith("."))
-
-
-def _name(path: Path, folder: Path) -> str:
-    return str(path if path == folder else path.relative_to(folder))
 
 
 def _settings(path: Path) -> Mapping[str, Any]:

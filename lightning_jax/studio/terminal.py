@@ -1,4 +1,4 @@
-"""Rendering of a view as terminal text with rich. Pure functions.
+"""Rendering of views and tables as terminal text with rich, and as Markdown. Pure functions.
 
 Text from a model, a tool or a task is put into `Text`, which parses no markup.
 """
@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_jax.studio import DEFAULT_CHARS
-from lightning_jax.studio.records import CallView, RolloutView, RunView, SpanView
-from lightning_jax.studio.text import cut
+from lightning_jax.studio.records import CallView, Grid, RolloutView, RunView, SpanView, cut
 
+GAP = 2  # cells between columns
 MAX_SPANS = 200  # lines in a waterfall
 # Terminal width from which phase, step, task and reason have their own columns. In narrower ones,
 # task and reason are below the id, and phase and step are omitted: the id contains them.
@@ -47,7 +47,8 @@ def render_run(view: RunView, width: int) -> RenderableType:
     for row in view.rows:
         rollout = row.rollout
         name, reason = _text(rollout.rollout_id), _text(rollout.reason or "", "red")
-        numbers = (_number(rollout.reward), _text(row.num_calls), _text(f"{row.duration_s:.2f}"))
+        reward = "" if rollout.reward is None else f"{rollout.reward:g}"
+        numbers = _text(reward), _text(row.num_calls), _text(f"{row.seconds or 0:.2f}")
         if wide:
             which = (name, *map(_text, (rollout.phase, rollout.step, row.task_name)))
             table.add_row(*which, _status(rollout.status), *numbers, reason)
@@ -162,7 +163,7 @@ def _details(span: SpanView, chars: int) -> Iterator[RenderableType]:
 
 
 def _call(call: CallView, chars: int) -> Iterator[RenderableType]:
-    yield _text("  ".join(facts(call)), "dim")
+    yield _text("  ".join(call.facts), "dim")
     shared = ""
     if call.shares_with is not None:
         end = call.shared_text[-60:].replace("\n", "⏎")
@@ -172,31 +173,6 @@ def _call(call: CallView, chars: int) -> Iterator[RenderableType]:
         yield from _block("response", call.response, chars)
     for name, arguments in call.tool_calls:
         yield _text(cut(f"calls {name}({arguments})", chars), "yellow")
-
-
-def facts(call: CallView) -> list[str]:
-    """Return the numbers of a call, each as a short phrase."""
-    found = [f"by {call.served_by}"] if call.served_by else []
-    if call.num_prompt_tokens is not None:
-        found.append(f"{call.num_prompt_tokens} + {call.num_response_tokens or 0} tokens")
-    if call.finish_reason:
-        found.append(f"finish {call.finish_reason}")
-    if call.mean_logprob is not None:
-        found.append(f"log-prob {call.mean_logprob:.3f} a token")
-    if call.versions:
-        found.append(f"weights {', '.join(map(str, call.versions))}")
-    if call.role:
-        found.append(f"role {call.role}" + ("" if call.trains else ", not trained"))
-    if call.answered_by:
-        found.append(f"policy {call.answered_by}")
-    if call.reward:
-        found.append(f"own reward {call.reward:+g}")
-    if call.credit:
-        found.append(f"credit {call.credit.credit:.4g}")
-        found.append(f"advantage {call.credit.advantage:+.4g}")
-        if call.credit.note:
-            found.append(call.credit.note)
-    return found
 
 
 def _block(name: str, text: str, chars: int) -> Sequence[RenderableType]:
@@ -211,5 +187,53 @@ def _status(status: str) -> Text:
     return _text(status.replace("_", " "), STATUS_STYLES.get(status, "yellow"))
 
 
-def _number(value: float | None) -> Text:
-    return _text("" if value is None else f"{value:g}")
+# Tables
+
+
+def as_terminal(grid: Grid, width: int) -> RenderableType:
+    """Render a table for a terminal. Long texts are folded, numbers are not.
+
+    If the table is too wide, columns that can be dropped are, the last one first, with a note.
+    """
+    widths = [
+        max(map(len, (column.name, *(row[index] for row in grid.rows))))
+        for index, column in enumerate(grid.columns)
+    ]
+    kept = list(range(len(grid.columns)))
+    can_drop = [index for index in kept if grid.columns[index].can_drop]
+    while can_drop and sum(widths[index] + GAP for index in kept) - GAP > width:
+        kept.remove(can_drop.pop())
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
+    for column in (grid.columns[index] for index in kept):
+        justify = "right" if column.is_number else "left"
+        name = Text(column.name)
+        table.add_column(name, justify=justify, no_wrap=column.is_number, overflow="fold")
+    for row in grid.rows:
+        table.add_row(*(Text(row[index]) for index in kept))
+    parts: list[RenderableType] = [Text(grid.title, style="bold underline")] * bool(grid.title)
+    parts += [table] * bool(grid.rows)
+    dropped = [column.name for i, column in enumerate(grid.columns) if i not in kept]
+    notes = [*grid.notes, *[f"in a wider terminal: {', '.join(dropped)}"] * bool(dropped)]
+    return Group(*parts, *(Text(note, style="dim") for note in notes))
+
+
+def as_markdown(grid: Grid) -> str:
+    """Render a table for GitHub, with a heading."""
+    parts = [f"### {_escaped(grid.title)}"] * bool(grid.title)
+    if grid.rows:
+        lines = [
+            [_escaped(column.name) for column in grid.columns],
+            ["---:" if column.is_number else "---" for column in grid.columns],
+            *([_escaped(cell) for cell in row] for row in grid.rows),
+        ]
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    if grid.notes:
+        parts.append("\n".join(f"* {_escaped(note)}" for note in grid.notes))
+    return "\n\n".join(parts)
+
+
+def _escaped(text: str) -> str:
+    """Return the text on one line, with characters that Markdown or HTML would read escaped."""
+    for sign in "\\`*_[]<>|#":
+        text = text.replace(sign, f"\\{sign}")
+    return " ".join(text.replace("&", "&amp;").split())

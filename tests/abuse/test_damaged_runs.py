@@ -22,10 +22,10 @@ from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError, save_config
 from lightning_jax.studio.live.answers import runs_answer
 from lightning_jax.studio.live.catalog import Catalog
-from lightning_jax.studio.live.shared import encode
+from lightning_jax.studio.live.lanes import encode
 from lightning_jax.studio.load import open_run
 from lightning_jax.studio.runs import find_runs, runs_table
-from lightning_jax.studio.tables import as_terminal
+from lightning_jax.studio.terminal import as_terminal
 from lightning_jax.traces.store import Store, StoreError
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import LOCK, METRICS, SETTINGS, SOURCES, STORE

@@ -106,6 +106,7 @@ async def test_another_server_answers_and_the_call_is_recorded(
             assert (
                 far.attributes[attributes.SERVED_BY] == url
                 and far.attributes[attributes.ROLE] == "judge"
+                and far.attributes[attributes.DIALECT] == "chat"
             )
             assert (
                 far.attributes[attributes.AGENT] == "judge"

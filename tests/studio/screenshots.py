@@ -19,8 +19,8 @@ from aiohttp.test_utils import TestServer
 from chromium import Page, open_browser
 from PIL import Image
 
+from lightning_jax.studio.live.answers import compare_answer
 from lightning_jax.studio.live.catalog import Catalog
-from lightning_jax.studio.live.comparing import compare_answer
 from lightning_jax.studio.live.overview import find_worst_group
 from lightning_jax.studio.live.server import LiveServer
 
@@ -42,10 +42,10 @@ class Shot:
 
 def shots(catalog: Catalog) -> list[Shot]:
     """Return the pictures of a folder of runs. The oldest run comes first in a comparison."""
-    pairs = sorted(catalog.summaries(), key=lambda pair: pair[1].started_s or 0.0)
-    (first, summary), (second, _) = pairs[:2]
+    oldest = sorted(catalog.summaries(), key=lambda summary: summary.started_s or 0.0)
+    first, second = (catalog.run(summary.key) for summary in oldest[:2])
     with first.listing() as listing:
-        worst = find_worst_group(listing, summary)
+        worst = find_worst_group(listing, first.summary())
     assert worst is not None, "the first run has no step with rollouts"
     changed: Any = compare_answer([[first], [second]])["pairs"][0]["tasks"][0]
     before, after = changed["before_rollouts"][0], changed["after_rollouts"][0]

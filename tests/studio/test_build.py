@@ -7,7 +7,7 @@ import pytest
 from view_records import TOKENIZER, call, conversation, rollout, span, tool
 
 from lightning_jax.rollouts.metrics import TraceReader
-from lightning_jax.studio.build import NO_SPANS, newest_first, view_rollout, view_run
+from lightning_jax.studio.build import NO_SPANS, newest_first, task_name, view_rollout, view_run
 from lightning_jax.studio.records import CallCredit, RolloutView, StepCredit
 from lightning_jax.traces import attributes
 from lightning_jax.types import Rollout, Span
@@ -182,7 +182,7 @@ def test_the_table_counts_calls_and_failures_of_all_that_match() -> None:
         ("train", 2), ("eval", 2), ("train", 1), ("train", 1), ("train", 0)
     ]  # fmt: skip
     view = view_run("run", matching, [(matching[0], conversation()), (matching[1], [])])
-    assert [(row.num_calls, row.duration_s) for row in view.rows] == [(2, 4.0), (0, 0.0)]
+    assert [(row.num_calls, row.seconds) for row in view.rows] == [(2, 4.0), (0, 0.0)]
     assert view.num_left_out == 3
     assert view.counts == {"agent_failure": 2, "scored": 2, "infrastructure_failure": 1}
     assert [(failure.reason, failure.count, failure.example) for failure in view.failures] == [
@@ -197,3 +197,20 @@ def test_log_probs_that_are_no_number_do_not_break_it() -> None:
     spans[1] = span("a", odd, parent="root", name="chat policy")
     shown = _view(spans).calls[0].mean_logprob
     assert shown is not None and math.isnan(shown)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"database": "shop", "question": "How many\n towns?"}, "t: How many towns?"),
+        ({"database": "shop", "prompt": "Add them", "answer": "3"}, "t: Add them"),
+        ({"number": "3", "text": "some words", "more": "others"}, "t: some words"),
+        ({"database": "shop", "question": "1 + 2", "prompt": "Add"}, "t: 1 + 2"),
+        ({"question": " ", "database": "shop"}, "t: shop"),
+        ({"question": "x" * 41}, f"t: {'x' * 40}..."),
+        ({"question": "\x1b[2J?"}, "t: \u241b[2J?"),
+        ({}, "t"),
+    ],
+)
+def test_a_task_is_named_by_its_question(fields: dict[str, str], name: str) -> None:
+    assert task_name("t", fields) == name

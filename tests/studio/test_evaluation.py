@@ -11,15 +11,16 @@ from view_records import add, make_run, rollout
 from lightning_jax.errors import UserError
 from lightning_jax.rollouts.compare_tasks import compare_tasks
 from lightning_jax.settings import ConfigError
-from lightning_jax.studio.evaluation import MAX_CHANGES, comparison_table, evaluation_table
-from lightning_jax.studio.results import (
+from lightning_jax.studio.comparison_tables import MAX_SHOWN, comparison_table
+from lightning_jax.studio.evaluation import (
     Calls,
     count_calls,
+    evaluation_table,
     read_rewards,
     task_results,
     write_results,
 )
-from lightning_jax.studio.tables import as_terminal
+from lightning_jax.studio.terminal import as_terminal
 from lightning_jax.traces.store import Store
 
 
@@ -44,10 +45,10 @@ def test_numbers_beyond_the_columns_are_listed_below() -> None:
 
 
 def test_a_comparison_shows_the_largest_changes() -> None:
-    before = {f"t{index}": [0.0] for index in range(MAX_CHANGES + 5)}
+    before = {f"t{index}": [0.0] for index in range(MAX_SHOWN + 5)}
     after = {task: [index / 100] for index, task in enumerate(before)}
     grid = comparison_table(compare_tasks(before, after | {"new": [1.0]}), "x", "old\x1b", "new")
-    assert [row[0] for row in grid.rows] == [f"t{index}" for index in range(MAX_CHANGES + 4, 4, -1)]
+    assert [row[0] for row in grid.rows] == [f"t{index}" for index in range(MAX_SHOWN + 4, 4, -1)]
     assert "\x1b" not in "".join(grid.notes) and len(grid.notes) == 3
     for other in ({}, after):
         assert comparison_table(compare_tasks(other, after), "x").rows == ()

@@ -9,7 +9,6 @@ from view_records import rollout, span
 
 from lightning_jax.studio.build import view_rollout
 from lightning_jax.studio.exchange import read_exchange
-from lightning_jax.studio.page import render_page
 from lightning_jax.studio.records import RolloutView, StepCredit
 from lightning_jax.studio.terminal import render_rollout
 from lightning_jax.traces import attributes
@@ -107,7 +106,19 @@ def test_responses_and_anthropics_messages_are_read(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", "null", '{"choices": [3]}', '{"output": [1]}', '{"usage": 3}', "x" * 9]
+    "text",
+    [
+        *("", "{", "[1]", "null", "x" * 9, "[" * 100_000),
+        *(
+            '{"choices": [3]}',
+            '{"output": [1]}',
+            '{"usage": 3}',
+            '{"content": [{"type": 1}], "usage": 1}',
+        ),
+        'data: {"choices": [{"delta": {"content": [1]}}]}',
+        'data: {"choices": [{"delta": {"tool_calls": [1]}}]}',
+        '{"choices": [{"message": {"content": "x", "tool_calls": [{}]}}]}',
+    ],
 )
 def test_anything_else_is_shown_as_it_is(text: str) -> None:
     assert read_exchange(text, text).response == text
@@ -148,4 +159,51 @@ def test_calls_of_another_server_are_calls() -> None:
     printed = captured.get()
     assert "3 calls" in printed and "7 + 2 tokens" in printed
     assert "2 messages as call 1" in printed and "failed: it is down" in printed
-    assert "2 messages as call 1" in render_page(None, [_view()])
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "2"}
+USE = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "messages"),
+    [
+        (
+            "anthropic",
+            {
+                "messages": [
+                    {"role": "user", "content": "1 + 1?"},
+                    {"role": "assistant", "content": [USE]},
+                    {"role": "user", "content": [RESULT]},
+                ],
+            },
+            ("user: 1 + 1?", 'assistant: calls add({"a": 1})', "tool: 2"),
+        ),
+        ("gemini", {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}, ("user: Hi",)),
+        ("ollama", {"model": "m", "prompt": "Hi"}, ("user: Hi",)),
+        ("completions", {"prompt": [1, 2]}, ("user: [1, 2]",)),
+    ],
+)
+def test_the_dialect_of_a_call_reads_its_request(dialect: str, body: Any, messages: Any) -> None:
+    assert read_exchange(json.dumps(body), "", dialect).messages == messages
+
+
+def test_fields_that_the_gateway_refuses_hide_no_message(caplog: pytest.LogCaptureFixture) -> None:
+    refused = {"guided_regex": "x", "temperature": "hot", "n": 10**6, "invented": 1}
+    body = json.dumps(CHAT | refused | {"tool_choice": "sideways"})
+    assert read_exchange(body, "", "chat").messages == CHAT_MESSAGES
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"system": "Look.", "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"messages": "none"},
+        {"messages": [{"role": "assistant", "tool_calls": [1]}]},
+        {"instructions": "Look.", "input": [{"type": "unknown"}]},
+        {"messages": [{"role": "user", "content": json.loads("[" * 200 + "]" * 200)}]},
+    ],
+)
+def test_requests_that_no_dialect_reads_are_shown_whole(body: Any) -> None:
+    assert read_exchange(json.dumps(body), "").messages == (json.dumps(body),)

@@ -27,12 +27,12 @@ from lightning_jax.gateway.activity import Activity, RolloutActivity
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.remote import RemoteEngine
 from lightning_jax.settings import ConfigError
-from lightning_jax.studio.live import answers, downloads
+from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog
+from lightning_jax.studio.live.overview import WINDOW_S, Throughput
 from lightning_jax.studio.live.server import ASSETS, LiveServer, page_of, serve_live
-from lightning_jax.studio.live.throughput import WINDOW_S, Throughput
 from lightning_jax.studio.load import ViewError
-from lightning_jax.studio.records import CallView, RolloutView, SpanView, TokenView
+from lightning_jax.studio.records import CallView, RolloutView, SpanView, TokenView, as_json
 from lightning_jax.traces.listing import Filter
 from lightning_jax.traces.store import Store
 
@@ -268,8 +268,8 @@ async def test_a_download_sorts_the_rollouts_once(tmp_path: Path) -> None:
         with run.listing() as listing:
             expected = [rollout.rollout_id for rollout in listing.rollouts(Filter(), limit=10_000)]
             listing._db.set_trace_callback(statements.append)
-        parts = downloads.jsonl_keys(run, Filter())
-        lines = [line for keys in parts for line in downloads.jsonl_lines(run, keys).splitlines()]
+        parts = answers.jsonl_keys(run, Filter())
+        lines = [line for keys in parts for line in answers.jsonl_lines(run, keys).splitlines()]
         run.close()
         async with page.client.get(page.run + "/rollouts.jsonl") as response:
             assert (await response.read()).splitlines() == lines
@@ -357,7 +357,7 @@ def test_megabyte_in_one_token_is_cut() -> None:
     tokens = (TokenView("x" * 2**20, -1.0), *[TokenView("y" * 1000, -1.0)] * 5000)
     call = CallView(1, 5, "", "z" * 2**20, tokens, (("f", "w" * 2**20),), "stop", -1.0, (3,), 0.0)
     span = SpanView("llm", "1 chat", 0, 0.0, 1.0, None, call, "", "", ())
-    found = answers.as_json(RolloutView(records.rollout(), 1.0, (span,)))
+    found = as_json(RolloutView(records.rollout(), 1.0, (span,)))
     (shown,) = found["spans"]
     assert len(shown["call"]["tokens"][0][0]) < 1000
     assert shown["call"]["num_tokens"] == 5001 and len(json.dumps(found)) < 500_000
@@ -556,7 +556,7 @@ WITHOUT_JAX_CODE = """
 import sys
 from pathlib import Path
 
-from lightning_jax.studio.live import answers, downloads, server
+from lightning_jax.studio.live import answers, server
 from lightning_jax.studio.live.catalog import Catalog
 from lightning_jax.traces.listing import Filter
 
@@ -570,7 +570,7 @@ assert all(len(attempt["advantages"]) == 2 for attempt in texts["attempts"].valu
 spans = answers.rollout_answer(run, "train-00003-000-00-1")["spans"]
 calls = [span["call"] for span in spans if span["call"]]
 assert all(call["credit"] and call["tokens"][0][0] for call in calls) and len(calls) == 2
-assert "train-00003-000-00-1" in downloads.run_page(run, Filter())
+assert "train-00003-000-00-1" in answers.run_page(run, Filter())
 assert "jax" not in sys.modules
 """
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import view_records as records
 
-from lightning_jax.studio.parts import earning_calls
+from lightning_jax.studio.live.answers import earning_calls
 from lightning_jax.studio.records import CallView, RolloutView, SpanView
 
 CALL = CallView(1, 3, "", "", (), (), "stop", -0.1, (3,), 0.0)

@@ -10,9 +10,11 @@ from view_records import add, rollout
 
 from lightning_jax.cli.main import main
 from lightning_jax.settings import ConfigError, save_config
-from lightning_jax.studio.compare_runs import compare_runs, group_names, plot_runs
+from lightning_jax.studio.comparison import group_names
+from lightning_jax.studio.comparison_tables import compare_runs, plot_runs
+from lightning_jax.studio.records import Grid, columns
 from lightning_jax.studio.runs import find_runs, read_run, runs_table
-from lightning_jax.studio.tables import Grid, as_markdown, columns
+from lightning_jax.studio.terminal import as_markdown
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.startup import _locked

@@ -9,9 +9,9 @@ import view_records as records
 from chromium import CHROMIUM, open_browser
 from live_page import live
 
-from lightning_jax.studio import search
+from lightning_jax.studio.live import search
 from lightning_jax.studio.live.catalog import WatchedRun
-from lightning_jax.studio.search import SearchResult, search_transcripts
+from lightning_jax.studio.live.search import SearchResult, search_transcripts
 from lightning_jax.traces.listing import Filter
 from lightning_jax.traces.store import Store
 

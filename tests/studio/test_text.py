@@ -3,7 +3,8 @@
 import pytest
 from view_records import TOKENIZER
 
-from lightning_jax.studio.text import as_text, cut, split_text, token_texts
+from lightning_jax.studio.build import split_text, token_texts
+from lightning_jax.studio.records import as_text, cut
 from lightning_jax.system.text import printable
 
 

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from lightning_jax.traces import attributes
-from lightning_jax.traces.tree import Agents, attach_loose_calls, causes, is_tool, tool_output
+from lightning_jax.traces.tree import (
+    Agents,
+    attach_loose_calls,
+    causes,
+    in_tree_order,
+    is_tool,
+    tool_output,
+)
 from lightning_jax.types import Span
 
 CALL = {
@@ -98,3 +105,51 @@ def test_a_call_without_a_context_goes_below_the_span_around_it() -> None:
     parents = {span.span_id: span.parent_span_id for span in attach_loose_calls(spans)}
     before = {span.span_id: span.parent_span_id for span in spans}
     assert parents == before | {"loose": "generation"}
+
+
+# The order of a waterfall
+
+
+def _shape(spans: list[Span]) -> list[tuple[str, int]]:
+    return [(span.span_id, depth) for span, depth in in_tree_order(spans)]
+
+
+def test_parents_come_before_children_and_siblings_by_start() -> None:
+    spans = [
+        _span("late", "root", (20, 30)),
+        _span("inner", "early", (12, 22)),
+        _span("early", "root", (10, 20)),
+        _span("root", None, (0, 10)),
+    ]
+    assert _shape(spans) == [("root", 0), ("early", 1), ("inner", 2), ("late", 1)]
+
+
+def test_a_span_whose_parent_is_missing_hangs_at_the_root() -> None:
+    spans = [
+        _span("a", None, (0, 10)),
+        _span("lost", "unknown", (10, 20)),
+        _span("b", "lost", (20, 30)),
+    ]
+    assert _shape(spans) == [("a", 0), ("lost", 0), ("b", 1)]
+
+
+def test_circles_are_broken_at_their_first_span() -> None:
+    spans = [
+        _span("own", "own", (30, 40)),
+        _span("x", "y", (10, 20)),
+        _span("y", "x", (20, 30)),
+        _span("below", "y", (40, 50)),
+    ]
+    assert _shape(spans) == [("own", 0), ("x", 0), ("y", 1), ("below", 2)]
+
+
+def test_a_parent_is_of_the_same_trace() -> None:
+    other = Span("another trace", "root", None, "n", 0, 1)
+    assert _shape([other, _span("child", "root", (1, 10))]) == [("root", 0), ("child", 0)]
+
+
+def test_depth_has_no_limit() -> None:
+    spans = [_span("0", None, (0, 10))] + [
+        _span(str(i), str(i - 1), (0, 10)) for i in range(1, 5000)
+    ]
+    assert _shape(spans)[-1] == ("4999", 4999)

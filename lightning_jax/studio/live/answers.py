@@ -1,38 +1,41 @@
 """Answers of the live page's API as values for JSON. All texts in them are safe to print."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+from pydantic_core import to_json
+
+from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.activity import RolloutActivity
 from lightning_jax.rollouts.failures import Failure
-from lightning_jax.studio.build import task_name
-from lightning_jax.studio.compare_runs import settings_table
+from lightning_jax.studio import DEFAULT_LIMIT
+from lightning_jax.studio.comparison import compare, settings_table
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
 from lightning_jax.studio.live.overview import find_worst_group, learning, task_names
-from lightning_jax.studio.page import MAX_ATTRIBUTE_CHARS, MAX_CHARS, MAX_SPANS, MAX_TOKENS
-from lightning_jax.studio.parts import earning_calls
-from lightning_jax.studio.records import CallView, RolloutView, SpanView
-from lightning_jax.studio.runs import RunSummary, rewards_of
-from lightning_jax.studio.search import search_transcripts
-from lightning_jax.studio.terminal import facts
-from lightning_jax.studio.text import cut
+from lightning_jax.studio.live.search import search_transcripts
+from lightning_jax.studio.page import render_page
+from lightning_jax.studio.records import (
+    MAX_NAME_CHARS,
+    CallView,
+    Json,
+    RolloutRow,
+    RolloutView,
+    as_json,
+    attempt_view,
+    cut,
+)
 from lightning_jax.system.text import printable
 from lightning_jax.traces.listing import Filter, Order, StoreListing
 from lightning_jax.train.curves import warmup_steps
 from lightning_jax.types import PHASES, Rollout
 
-Json = dict[str, Any]
-
 MAX_PAGE = 200  # rows of one answer
 MAX_ATTEMPTS = 64  # of a group that are read in full
-MAX_TOKEN_CHARS = 500
-MAX_RESPONSE_CHARS = 100_000
-MAX_SHARED_CHARS = 2000
-MAX_NAME_CHARS = 300  # of ids, reasons and names of numbers
 MAX_ANSWER_CHARS = 1500
 MAX_RUNNING = 20
+MAX_RUNS = 16  # in a comparison
+MAX_CALLS = 6  # last ones of an attempt that are compared
+LINES = 200  # of a file, read at once
 
 
 # Runs
@@ -40,36 +43,13 @@ MAX_RUNNING = 20
 
 def runs_answer(catalog: Catalog) -> Json:
     """Return all runs, newest first, and the settings in which they differ."""
-    pairs = catalog.summaries()
-    runs = [run_line(run, summary) for run, summary in pairs]
+    runs = catalog.summaries()
     differing: list[Json] = []
-    if len(pairs) > 1:
+    if len(runs) > 1:
         # Unique names: two folders may hold runs of one name.
-        table = settings_table([[summary] for _, summary in pairs], [run["key"] for run in runs])
+        table = settings_table([[run] for run in runs], [run.key for run in runs])
         differing = [{"name": name, "values": values} for name, *values in table.rows]
-    return {"runs": runs, "settings": differing}
-
-
-def run_line(run: WatchedRun, summary: RunSummary) -> Json:
-    """Return the status and the rewards of one run."""
-    rewards, is_evaluated = rewards_of(summary)
-    return {
-        "key": run.key,
-        "name": summary.name,
-        "status": summary.status,
-        "why": summary.why,
-        "steps": summary.num_steps,
-        "total_steps": summary.total_steps,
-        "minutes": summary.minutes,
-        "started_s": summary.started_s,
-        "model": printable(str(summary.settings.get("model.name", ""))),
-        "rollouts": dict(summary.rollouts),
-        "failed_share": summary.failed_share,
-        "is_evaluated": is_evaluated,
-        "first": rewards[0] if rewards else None,
-        "best": max(rewards, default=None),
-        "last": rewards[-1] if rewards else None,
-    }
+    return {"runs": as_json(runs), "settings": differing}
 
 
 def run_answer(run: WatchedRun) -> Json:
@@ -79,20 +59,20 @@ def run_answer(run: WatchedRun) -> Json:
         worst_group = find_worst_group(listing, summary)
         steps = {phase: listing.steps(phase) for phase in PHASES}
         failures = [
-            Failure(status, _name(reason), number, example, printable(cut(detail or "", 300)))
+            Failure(status, reason, number, example, cut(detail or "", 300))
             for status, reason, number, example, detail in listing.failures()
         ]
-    return run_line(run, summary) | {
-        "learning": learning(summary),
+    return as_json(summary) | {
+        "learning": as_json(learning(summary)),
         "warmup_steps": warmup_steps(summary.rows),
-        "worst_group": worst_group,
+        "worst_group": as_json(worst_group),
         "metrics": sorted({name for row in summary.rows for name in row} - {"step"}),
         "train_steps": steps["train"],
         "eval_steps": steps["eval"],
         "sampled_steps": steps["sampled"],
         "probe_steps": steps["probe"],
         "prompt_steps": steps["prompt"],
-        "failures": [asdict(failure) for failure in failures],
+        "failures": as_json(failures),
         "settings": [
             {"name": name, "value": printable(str(value))}
             for name, value in summary.settings.items()
@@ -124,33 +104,29 @@ def live_answer(
     """
     summary, now_ns = run.summary(), time.time_ns()
     with run.listing() as listing:
-        if rollouts is not None:
-            shown = [_open(listing, rollout, now_ns) for rollout in rollouts[:MAX_RUNNING]]
-            running = [line for line in shown if line is not None]
+        if rollouts is None:
+            found = [(rollout, start, {}) for rollout, start in listing.running(MAX_RUNNING)]
+            is_whole = len(found) < MAX_RUNNING
+            number = len(found) if is_whole else listing.number(Filter(status="running"))
         else:
-            running = [
-                _rollout(rollout) | {"seconds": None if start is None else (now_ns - start) / 1e9}
-                for rollout, start in listing.running(MAX_RUNNING)
+            shown = [(listing.rollout(now.rollout_id), now) for now in rollouts[:MAX_RUNNING]]
+            found = [
+                (rollout, now.start_ns, {"calls": now.num_calls, "tokens": now.num_tokens})
+                for rollout, now in shown
+                if rollout is not None
             ]
-        number = len(running) if rollouts is None else len(rollouts)
-        if rollouts is None and number == MAX_RUNNING:
-            number = listing.number(Filter(status="running"))
+            number = len(rollouts)
+        names = task_names(listing, [rollout for rollout, _, _ in found])
+    ages = [None if start is None else max(now_ns - start, 0) / 1e9 for _, start, _ in found]
     return {
         "status": summary.status,
-        "running": running,
+        "running": [
+            as_json(RolloutRow(rollout, names[rollout.rollout_id], age)) | more
+            for (rollout, _, more), age in zip(found, ages, strict=True)
+        ],
         "num_running": number,
         "server": server,
         "last": summary.rows[-1] if summary.rows else {},
-    }
-
-
-def _open(listing: StoreListing, activity: RolloutActivity, now_ns: int) -> Json | None:
-    """Return one open rollout, or None if the store does not have it."""
-    found = listing.rollout(activity.rollout_id)
-    return found and _rollout(found) | {
-        "seconds": max(now_ns - activity.start_ns, 0) / 1e9,
-        "calls": activity.num_calls,
-        "tokens": activity.num_tokens,
     }
 
 
@@ -164,11 +140,11 @@ def search_answer(run: WatchedRun, text: str, wanted: Filter, cursor: int | None
         with run.reader() as reader:
             _, why_no_text = reader.tokenizer
         rollouts = [listing.rollout(match.rollout_id) for match in found.matches]
-        lines = rollout_lines(listing, [rollout for rollout in rollouts if rollout])
-        by_id = {line["rollout_id"]: line for line in lines}
+        rows = rollout_rows(listing, [rollout for rollout in rollouts if rollout])
+        by_id = {row.rollout.rollout_id: as_json(row) for row in rows}
         return {
             "matches": [
-                by_id[match.rollout_id] | asdict(match)
+                by_id[match.rollout_id] | as_json(match)
                 for match in found.matches
                 if match.rollout_id in by_id
             ],
@@ -190,13 +166,9 @@ def groups_answer(
         for row in rows:
             attempts = listing.rollouts(Filter(group_id=row.group_id), limit=MAX_ATTEMPTS)
             names = task_names(listing, attempts[:1])
-            groups.append(
-                asdict(row)
-                | {
-                    "task_name": names.get(attempts[0].rollout_id, "") if attempts else "",
-                    "attempts": [_short(attempt) for attempt in attempts],
-                }
-            )
+            name = names[attempts[0].rollout_id] if attempts else ""
+            views = [attempt_view(attempt) for attempt in attempts]
+            groups.append(as_json(row) | as_json({"task_name": name, "attempts": views}))
         return {"groups": groups, "total": listing.num_groups(wanted), "offset": offset}
 
 
@@ -205,22 +177,18 @@ def rollouts_answer(run: WatchedRun, wanted: Filter, *, limit: int, offset: int)
     with run.listing() as listing:
         rollouts = listing.rollouts(wanted, limit=limit, offset=offset)
         return {
-            "rollouts": rollout_lines(listing, rollouts),
+            "rollouts": as_json(rollout_rows(listing, rollouts)),
             "total": listing.number(wanted),
             "offset": offset,
         }
 
 
-def rollout_lines(listing: StoreListing, rollouts: Sequence[Rollout]) -> list[Json]:
+def rollout_rows(listing: StoreListing, rollouts: Sequence[Rollout]) -> list[RolloutRow]:
     """Return the rollouts with their tasks' names and how long they took."""
     names = task_names(listing, rollouts)
-    seconds = listing.seconds([rollout.rollout_id for rollout in rollouts])
+    seconds = listing.seconds(list(names))
     return [
-        _rollout(rollout)
-        | {
-            "task_name": names.get(rollout.rollout_id, ""),
-            "seconds": seconds.get(rollout.rollout_id),
-        }
+        RolloutRow(rollout, names[rollout.rollout_id], seconds.get(rollout.rollout_id))
         for rollout in rollouts
     ]
 
@@ -230,14 +198,10 @@ def group_answer(run: WatchedRun, group_id: str) -> Json:
     with run.listing() as listing:
         attempts = listing.rollouts(Filter(group_id=group_id), limit=MAX_ATTEMPTS)
         tasks = listing.tasks([attempt.rollout_id for attempt in attempts[:1]])
-        fields = next(iter(tasks.values()), {})
-        return {
-            "group_id": printable(group_id),
-            "task": [
-                [_name(name), printable(cut(text, MAX_CHARS))] for name, text in fields.items()
-            ],
-            "attempts": rollout_lines(listing, attempts),
-        }
+        rows = rollout_rows(listing, attempts)
+    fields = next(iter(tasks.values()), {})
+    task = [(cut(name, MAX_NAME_CHARS), text) for name, text in fields.items()]
+    return as_json({"group_id": group_id, "task": task, "attempts": rows})
 
 
 def group_texts_answer(run: WatchedRun, group_id: str) -> Json:
@@ -264,43 +228,46 @@ def group_texts_answer(run: WatchedRun, group_id: str) -> Json:
 def _part(call: CallView) -> Json:
     return {
         "number": call.number,
-        "who": _name(call.role or call.agent or call.answered_by),
+        "who": cut(call.role or call.agent or call.answered_by, MAX_NAME_CHARS),
         "reward": call.reward,
         "response": cut(call.response, MAX_ANSWER_CHARS),
     }
 
 
-def _short(rollout: Rollout) -> Json:
-    return {
-        "rollout_id": rollout.rollout_id,
-        "status": rollout.status,
-        "reward": rollout.reward,
-        "reason": rollout.reason and _name(rollout.reason),
-        "superseded": rollout.superseded,
-    }
+def earning_calls(attempts: Mapping[str, RolloutView]) -> dict[str, list[CallView]]:
+    """Return the calls to show of each attempt, in order.
+
+    These are the last call of each agent and role, and calls with a reward of their own. If they
+    read the same in attempts with different rewards, such as a verdict at the end, add as many
+    earlier calls as it takes until they differ.
+    """
+    chosen = {name: _last_calls(view, 1) for name, view in attempts.items()}
+    if not _is_ambiguous(chosen, attempts):
+        return chosen
+    for number in range(2, MAX_CALLS + 1):
+        longer = {name: _last_calls(view, number) for name, view in attempts.items()}
+        if not _is_ambiguous(longer, attempts):
+            return longer
+    return chosen
 
 
-def _rollout(rollout: Rollout) -> Json:
-    return _short(rollout) | {
-        "task_id": _name(rollout.task_id),
-        "group_id": rollout.group_id,
-        "phase": rollout.phase,
-        "step": rollout.step,
-        "index": rollout.index,
-        "attempt": rollout.attempt,
-        "detail": rollout.detail and printable(cut(rollout.detail, MAX_CHARS)),
-        "metrics": _numbers(rollout.metrics),
-        "components": _numbers(rollout.components),
-    }
+def _last_calls(view: RolloutView, number: int) -> list[CallView]:
+    """Return the last calls, the last one of each agent and role, and those with a reward."""
+    calls = sorted(view.calls, key=lambda call: call.number)
+    shown = {(call.agent, call.role, call.answered_by): call.number for call in calls}
+    numbers = {*shown.values(), *(call.number for call in calls[-number:])}
+    return [call for call in calls if call.number in numbers or call.reward]
 
 
-def _numbers(numbers: Mapping[str, float]) -> dict[str, float]:
-    return {_name(name): value for name, value in numbers.items()}
-
-
-def _name(text: str) -> str:
-    """Return a name of an agent or of its data, which is normally short, safe to print."""
-    return printable(cut(text, MAX_NAME_CHARS))
+def _is_ambiguous(
+    chosen: Mapping[str, list[CallView]], attempts: Mapping[str, RolloutView]
+) -> bool:
+    """Return whether the same texts earned different rewards."""
+    rewards: dict[tuple[str, ...], set[float | None]] = {}
+    for name, calls in chosen.items():
+        texts = tuple(call.response for call in calls)
+        rewards.setdefault(texts, set()).add(attempts[name].rollout.reward)
+    return any(len(found) > 1 for found in rewards.values())
 
 
 # One rollout
@@ -313,62 +280,61 @@ def rollout_answer(run: WatchedRun, rollout_id: str) -> Json:
     with run.listing() as listing:
         neighbors = listing.neighbors(view.rollout)
         group = listing.rollouts(Filter(group_id=view.rollout.group_id), limit=MAX_ATTEMPTS)
-    attempts = [_short(attempt) for attempt in group]
+    attempts = as_json([attempt_view(attempt) for attempt in group])
     return as_json(view) | {"neighbors": neighbors, "attempts": attempts}
 
 
-def as_json(view: RolloutView) -> Json:
-    """Return a rollout's view. Long texts, responses and lists of spans are cut."""
-    fields = dict(view.task)
-    return _rollout(view.rollout) | {
-        "task_name": task_name(view.rollout.task_id, fields),
-        "task": [[_name(name), cut(text, MAX_CHARS)] for name, text in view.task],
-        "reasons": [[_name(name), cut(text, MAX_CHARS)] for name, text in view.reasons],
-        "notes": list(view.notes),
-        "duration_s": view.duration_s,
-        "spans": [_span(span) for span in view.spans[:MAX_SPANS]],
-        "num_spans": len(view.spans),
-    }
+# Comparisons
 
 
-def _span(span: SpanView) -> Json:
-    return {
-        "kind": span.kind,
-        "label": cut(span.label, MAX_ATTRIBUTE_CHARS),
-        "depth": span.depth,
-        "start_s": span.start_s,
-        "duration_s": span.duration_s,
-        "error": span.error and cut(span.error, MAX_CHARS),
-        "input": cut(span.input, MAX_CHARS),
-        "output": cut(span.output, MAX_CHARS),
-        "attributes": [[name, cut(text, MAX_ATTRIBUTE_CHARS)] for name, text in span.attributes],
-        "call": span.call and _call(span.call),
-    }
+def compare_answer(groups: Sequence[Sequence[WatchedRun]]) -> Json:
+    """Compare the groups with the first one. Runs of one group are seeds of one experiment.
+
+    Raises InvalidValue for fewer than two groups or too many runs, ConfigError if a run is given
+    twice.
+    """
+    num_runs = sum(map(len, groups))
+    if len(groups) < 2 or num_runs > MAX_RUNS:
+        raise InvalidValue(
+            f"{num_runs} runs in {len(groups)} groups cannot be compared; choose 2 to {MAX_RUNS} "
+            "runs in at least two groups.",
+            reason="out_of_range",
+            key="group",
+        )
+    return as_json(compare([[run.summary() for run in group] for group in groups]))
 
 
-def _tokens(call: CallView) -> Iterator[list[Any]]:
-    """Yield [text, log-prob, version, forced] of the first tokens of a response."""
-    left = MAX_RESPONSE_CHARS
-    for token in call.tokens[:MAX_TOKENS]:
-        text = cut(token.text, MAX_TOKEN_CHARS)
-        left -= len(text)
-        if left < 0:
-            return
-        yield [text, token.logprob, token.version, token.forced]
+# Files
 
 
-def _call(call: CallView) -> Json:
-    return {
-        "number": call.number,
-        "facts": facts(call),
-        "shares_with": call.shares_with,
-        "shared_size": call.shared_size,
-        "shared_text": cut(call.shared_text, MAX_SHARED_CHARS),
-        "new_text": cut(call.new_text, MAX_CHARS),
-        "text": cut(call.text, MAX_CHARS),
-        "tokens": list(_tokens(call)),
-        "num_tokens": len(call.tokens),
-        "tool_calls": [[name, cut(arguments, MAX_CHARS)] for name, arguments in call.tool_calls],
-        "reward": call.reward,
-        "credit": call.credit and asdict(call.credit),
-    }
+def run_page(run: WatchedRun, wanted: Filter) -> str:
+    """Return one HTML page with the newest rollouts of a phase or a step, and their details."""
+    with run.reader() as reader:
+        view = reader.run(phase=wanted.phase, step=wanted.step, limit=DEFAULT_LIMIT)
+        return render_page(view, [reader.rollout(row.rollout.rollout_id) for row in view.rows])
+
+
+def rollout_page(run: WatchedRun, rollout_id: str) -> str:
+    """Return one HTML page with one rollout."""
+    with run.reader() as reader:
+        return render_page(None, [reader.rollout(rollout_id)])
+
+
+def jsonl_keys(run: WatchedRun, wanted: Filter) -> list[Sequence[int]]:
+    """Return the keys of the matching rollouts in parts for `jsonl_lines`."""
+    with run.listing() as listing:
+        keys = listing.keys(wanted)
+    return [keys[start : start + LINES] for start in range(0, len(keys), LINES)]
+
+
+def jsonl_lines(run: WatchedRun, keys: Sequence[int]) -> bytes:
+    """Return the rollouts with these keys as lines of JSON."""
+    with run.listing() as listing:
+        rollouts = listing.by_keys(keys)
+        tasks = listing.tasks([rollout.rollout_id for rollout in rollouts])
+        rows = rollout_rows(listing, rollouts)
+    lines = [
+        as_json(row) | {"task": as_json(tasks.get(row.rollout.rollout_id, {}), max_chars=0)}
+        for row in rows
+    ]
+    return b"".join(to_json(line, inf_nan_mode="null") + b"\n" for line in lines)

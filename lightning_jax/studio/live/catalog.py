@@ -1,6 +1,5 @@
 """Runs that the live page shows: their files, open stores and summaries. Safe in any thread."""
 
-import hashlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.load import RunReader, ViewError
-from lightning_jax.studio.runs import RunSummary, read_run, require_folder, run_dirs
+from lightning_jax.studio.runs import RunSummary, read_run, require_folder, run_dirs, run_key
 from lightning_jax.traces.listing import StoreListing
 from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import ENDED, LOCK, METRICS, SETTINGS, STORE, require_run
@@ -44,7 +43,7 @@ class WatchedRun:
 
     def __init__(self, directory: Path, name: str) -> None:
         self.directory, self.name = directory, name
-        self.key = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]
+        self.key = run_key(directory)
         self._lock = threading.RLock()  # of opening and closing
         self._reader_lock, self._summary_lock = threading.Lock(), threading.Lock()
         self._opened: _Opened | None = None
@@ -166,13 +165,13 @@ class Catalog:
             )
         return run
 
-    def summaries(self) -> list[tuple[WatchedRun, RunSummary]]:
+    def summaries(self) -> list[RunSummary]:
         """Return the runs that can be read, newest first."""
         found = []
         for run in self.runs():
             with suppress(UserError, OSError):  # deleted, or its files are being written
-                found.append((run, run.summary()))
-        return sorted(found, key=lambda pair: -(pair[1].started_s or 0.0))
+                found.append(run.summary())
+        return sorted(found, key=lambda run: -(run.started_s or 0.0))
 
     def close(self) -> None:
         for run in self.runs():

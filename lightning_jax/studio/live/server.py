@@ -27,16 +27,23 @@ from lightning_jax.gateway.activity import ReadActivity
 from lightning_jax.gateway.http import Handler, is_exposed, is_key, key_of, listen, local_url
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
-from lightning_jax.studio.live.comparing import compare_answer
-from lightning_jax.studio.live.downloads import jsonl_keys, jsonl_lines, rollout_page, run_page
-from lightning_jax.studio.live.lanes import RATE, REFUSED_S, SHARE, Lane, Rate, too_busy
-from lightning_jax.studio.live.shared import Encoded, SharedAnswers, encode
-from lightning_jax.studio.live.throughput import Throughput
+from lightning_jax.studio.live.lanes import (
+    RATE,
+    REFUSED_S,
+    SHARE,
+    Encoded,
+    Lane,
+    Rate,
+    SharedAnswers,
+    encode,
+    too_busy,
+)
+from lightning_jax.studio.live.overview import Throughput
 from lightning_jax.studio.live.watch import Watch
 from lightning_jax.studio.load import ViewError
+from lightning_jax.studio.page import ASSETS
 from lightning_jax.traces.listing import Filter, Order
 
-ASSETS = Path(__file__).with_name("assets")
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -94,14 +101,15 @@ class LiveServer:
             ("", lambda request, run: answers.run_answer(run)),
             ("/metrics", _metrics),
             ("/groups", _groups),
-            ("/groups/{group}", _group(answers.group_answer)),
-            ("/groups/{group}/texts", _group(answers.group_texts_answer)),
+            ("/groups/{group}", _of("group", answers.group_answer)),
+            ("/groups/{group}/texts", _of("group", answers.group_texts_answer)),
             ("/rollouts", _rollouts),
-            ("/rollouts/{rollout}", _rollout),
+            ("/rollouts/{rollout}", _of("rollout", answers.rollout_answer)),
         ):
-            get(run + path, partial(self._answer, self._of_run(answer)))
+            get(run + path, partial(self._answer_of_run, answer))
         get(run + "/page.html", partial(self._page, _run_page))
-        get(run + "/rollouts/{rollout}/page.html", partial(self._page, _rollout_page))
+        page = partial(self._page, _of("rollout", answers.rollout_page))
+        get(run + "/rollouts/{rollout}/page.html", page)
         get(run + "/rollouts.jsonl", self._jsonl)
         get("/{file:.+}", partial(_file, files))
         app.on_shutdown.append(self._close)
@@ -125,10 +133,10 @@ class LiveServer:
         found = await self.answers.get(request.path_qs, lambda: answer(request))
         return _json(found, request)
 
-    def _of_run(
-        self, answer: Callable[[web.Request, WatchedRun], Any]
-    ) -> Callable[[web.Request], Any]:
-        return lambda request: answer(request, self._run(request))
+    async def _answer_of_run(
+        self, answer: Callable[[web.Request, WatchedRun], Any], request: web.Request
+    ) -> web.StreamResponse:
+        return await self._answer(lambda asked: answer(asked, self._run(asked)), request)
 
     def _run(self, request: web.Request) -> WatchedRun:
         return self._catalog.run(request.match_info["run"])
@@ -154,7 +162,7 @@ class LiveServer:
     def _compare(self, request: web.Request) -> Any:
         """Compare groups of runs. A group's runs have dots between their keys."""
         groups = [group.split(".") for group in request.query.getall("group", [])]
-        return compare_answer([[self._catalog.run(key) for key in keys] for keys in groups])
+        return answers.compare_answer([[self._catalog.run(key) for key in keys] for keys in groups])
 
     async def _page(
         self, render: Callable[[web.Request, WatchedRun], str], request: web.Request
@@ -174,10 +182,10 @@ class LiveServer:
             raise too_busy("too many downloads")
         self._num_streams += 1
         try:
-            parts = await self.long_lane.run(partial(jsonl_keys, run, wanted))
+            parts = await self.long_lane.run(partial(answers.jsonl_keys, run, wanted))
             await response.prepare(request)
             for keys in parts:
-                read = partial(jsonl_lines, run, keys)
+                read = partial(answers.jsonl_lines, run, keys)
                 await response.write(await self.long_lane.run(read, is_admitted=True))
             await response.write_eof()
         finally:
@@ -289,20 +297,15 @@ def _rollouts(request: web.Request, run: WatchedRun) -> Any:
     return answers.rollouts_answer(run, _filter(request), **_page_of(request))
 
 
-def _rollout(request: web.Request, run: WatchedRun) -> Any:
-    return answers.rollout_answer(run, request.match_info["rollout"])
-
-
-def _group(answer: Callable[[WatchedRun, str], Any]) -> Callable[[web.Request, WatchedRun], Any]:
-    return lambda request, run: answer(run, request.match_info["group"])
-
-
 def _run_page(request: web.Request, run: WatchedRun) -> str:
-    return run_page(run, _filter(request))
+    return answers.run_page(run, _filter(request))
 
 
-def _rollout_page(request: web.Request, run: WatchedRun) -> str:
-    return rollout_page(run, request.match_info["rollout"])
+def _of(
+    name: str, answer: Callable[[WatchedRun, str], Any]
+) -> Callable[[web.Request, WatchedRun], Any]:
+    """Return an answer about one thing of a run, which the address names."""
+    return lambda request, run: answer(run, request.match_info[name])
 
 
 def _filter(request: web.Request) -> Filter:

@@ -1,10 +1,13 @@
 // Curves of metrics, drawn by uPlot in the colors of the page.
 
 import uPlot from "./vendor/uplot.js";
-import { element, number } from "./dom.js";
+import { element, number, select } from "./dom.js";
 
 export const COLORS = ["#0d74ce", "#d9480f", "#218358", "#8e4ec6", "#b26a00", "#c2255c", "#0b7285",
   "#5f6b7a"];
+
+const TRAINING = "rollout/reward_mean";
+const EVALUATION = "eval/reward_mean";
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -96,4 +99,23 @@ export function points(answer, axis, name) {
   return (answer.columns[name] ?? [])
     .map((value, index) => [xs[index], value])
     .filter(([, value]) => value !== null);
+}
+
+/** Return curves `{run, color, answer}` of runs `{run, color}` whose metrics can be read. */
+export async function curvesOf(context, runs) {
+  const found = await Promise.all(runs.map(({ run }) => context.get(`runs/${run.key}/metrics`,
+    { names: `${TRAINING},${EVALUATION}` }).catch(() => null)));
+  return runs.map((run, index) => ({ ...run, answer: found[index] }))
+    .filter((curve) => curve.answer);
+}
+
+/** Return the charts of the rewards on one axis, which `onAxis` changes. */
+export function rewardCharts(curves, axis, onAxis) {
+  const of = (metric) => curves.map((curve) => ({ label: curve.run.name, color: curve.color,
+    points: points(curve.answer, axis, metric) })).filter((curve) => curve.points.length);
+  const options = ["steps", "samples", "minutes"].map((name) => [name, name]);
+  return [select("axis", options, axis, onAxis),
+    element("div", { class: "charts" },
+      chart("reward of training rollouts", axis, of(TRAINING), { sync: "runs" }),
+      chart("greedy reward on dev tasks", axis, of(EVALUATION), { sync: "runs" }))];
 }

@@ -1,11 +1,9 @@
 // Runs beside one another: what differs in their settings, their curves, tasks won and lost, and how
 // sure the difference is. Runs of one group are seeds of one experiment.
 
-import { COLORS, destroyCharts } from "./chart.js";
-import { element, fill, number, place, select, status, table } from "./dom.js";
-import { chip } from "./group.js";
-import { curvesOf, rewardCharts } from "./runs.js";
-import { drawTranscript } from "./transcript.js";
+import { COLORS, curvesOf, destroyCharts, rewardCharts } from "./chart.js";
+import { chip, element, fill, number, place, select, status, table } from "./dom.js";
+import { drawTranscript } from "./rollout.js";
 
 const MAX_CHANGED = 30; // tasks that are shown at first
 const REDRAW_MS = 15_000; // the server reads whole evaluations
@@ -49,7 +47,7 @@ function members(answer, groups) {
     location.hash = comparison(moved.filter((group) => group.length));
   };
   const rows = answer.flatMap((group, index) => group.runs.map((run) => [
-    element("a", { href: place("run", run.key) }, run.name), status(run.status), run.steps,
+    element("a", { href: place("run", run.key) }, run.name), status(run.status), run.num_steps,
     number(run.first), number(run.best), number(run.last), run.minutes.toFixed(1),
     keys.length > 2 ? select("", letters.map((letter, at) => [String(at), letter]), String(index),
       (value) => move(run.key, Number(value)), `group of ${run.name}`) : letters[index]]));
@@ -96,7 +94,8 @@ const chips = (rollouts) => element("span", { class: "chips" },
 const beside = (first, second) => place("beside", first.key, first.rollout_id, second.key,
   second.rollout_id);
 
-const grid = (found) => [found.rows.length > 0 && table(found.columns, found.rows),
+const grid = (found) => [found.rows.length > 0 && table(
+  found.columns.map((column) => [column.name, column.is_number]), found.rows),
   found.notes.map((note) => element("p", { class: "dim" }, note))];
 
 /** Draw two rollouts beside each other, often of one task in two runs. */

@@ -63,3 +63,50 @@ export function shade(reward, node) {
   if (reward < 0) node.style.background = `rgb(206 44 49 / ${(0.1 + 0.3 * Math.min(-reward, 1)).toFixed(2)})`;
   return node;
 }
+
+/** Return a link to an attempt that shows its reward. */
+export function chip(key, attempt, isHere = false) {
+  const text = attempt.reward === null ? "failed" : number(attempt.reward);
+  const shown = ["queued", "running"].includes(attempt.status) ? attempt.status : text;
+  return shade(attempt.reward, element("a", {
+    class: `chip ${attempt.status} ${isHere ? "here" : ""}`,
+    "aria-current": isHere ? "true" : null,
+    title: attempt.reason ?? words(attempt.status),
+    href: place("run", key, "rollout", attempt.rollout_id) }, shown));
+}
+
+/** Return the task's fields as a list of terms. */
+export function fields(task) {
+  if (!task.length) return element("p", { class: "dim" }, "the task's fields were not recorded");
+  return element("dl", { class: "task" }, task.map(([name, text]) =>
+    [element("dt", {}, name), element("dd", {}, text)]));
+}
+
+/** Return numbers by name as one line, such as the components of a reward. */
+export function numbers(title, found, digits = 3) {
+  const names = Object.entries(found);
+  if (!names.length) return null;
+  return element("p", {}, element("span", { class: "dim" }, `${title} `),
+    names.map(([name, value]) =>
+      element("span", { class: "pair" }, `${name} ${number(value, digits)}`)));
+}
+
+/** Return a table of failures by reason. `link` returns the link to a rollout. */
+export function failureTable(failures, link) {
+  return table([["number", true], ["by"], ["reason"], ["example"], ["detail"]],
+    failures.map((failure) => [failure.count, words(failure.status).replace(" failure", ""),
+      failure.reason, link(failure.example), failure.detail]));
+}
+
+/** Return a table of rollouts, with more columns if their calls are counted. */
+export function rolloutTable(rollouts, link) {
+  if (!rollouts.length) return element("p", { class: "dim" }, "no rollouts");
+  const isCounted = rollouts[0].num_calls !== null;
+  const columns = [["rollout"], isCounted && ["phase"], isCounted && ["step", true], ["task"],
+    ["status"], ["reward", true], isCounted && ["calls", true], ["seconds", true], ["reason"]];
+  const rows = rollouts.map((rollout) => [link(rollout.rollout_id), rollout.phase, rollout.step,
+    rollout.task_name, status(rollout.status), number(rollout.reward), rollout.num_calls,
+    seconds(rollout.seconds), rollout.reason ?? ""]);
+  return table(columns.filter(Boolean),
+    rows.map((cells) => cells.filter((_, index) => columns[index])));
+}

@@ -1,6 +1,6 @@
 // One group: all attempts at a task beside one another, with rewards, advantages and responses.
 
-import { element, fill, number, place, seconds, shade, status, words } from "./dom.js";
+import { element, fields, fill, number, numbers, place, seconds, shade, status } from "./dom.js";
 
 export async function drawGroup(view, context) {
   const { key, id } = context;
@@ -32,32 +32,6 @@ export async function drawGroup(view, context) {
   };
   await redraw();
   return { redraw: () => isRunning && redraw() };
-}
-
-/** Return a link to an attempt that shows its reward. */
-export function chip(key, attempt, isHere = false) {
-  const text = attempt.reward === null ? "failed" : number(attempt.reward);
-  const shown = ["queued", "running"].includes(attempt.status) ? attempt.status : text;
-  return shade(attempt.reward, element("a", {
-    class: `chip ${attempt.status} ${isHere ? "here" : ""}`,
-    "aria-current": isHere ? "true" : null,
-    title: attempt.reason ?? words(attempt.status),
-    href: place("run", key, "rollout", attempt.rollout_id) }, shown));
-}
-
-/** Return the task's fields as a list of terms. */
-export function fields(task) {
-  if (!task.length) return element("p", { class: "dim" }, "the task's fields were not recorded");
-  return element("dl", { class: "task" }, task.map(([name, text]) =>
-    [element("dt", {}, name), element("dd", {}, text)]));
-}
-
-/** Return numbers by name as one line, such as the components of a reward. */
-export function numbers(title, found) {
-  const names = Object.entries(found);
-  if (!names.length) return null;
-  return element("p", {}, element("span", { class: "dim" }, `${title} `),
-    names.map(([name, value]) => element("span", { class: "pair" }, `${name} ${number(value)}`)));
 }
 
 /** Return the responses of an attempt that tell it from the others, each with who wrote it. */

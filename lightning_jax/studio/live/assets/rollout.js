@@ -1,8 +1,7 @@
 // One rollout: why it earned its reward, its spans in time, and each call with its tokens.
 
 import { download } from "./api.js";
-import { element, fill, number, place, seconds, select, status } from "./dom.js";
-import { chip, fields, numbers } from "./group.js";
+import { chip, element, fields, fill, number, numbers, place, seconds, select, status } from "./dom.js";
 
 let coloring = "logprob";
 const HINTS = { logprob: "the more orange, the less likely the token was",
@@ -31,32 +30,13 @@ export async function drawRollout(view, context) {
     context.setPath([[run.name, "run", key],
       [rollout.group_id, "run", key, "group", rollout.group_id],
       [`attempt ${rollout.index}`, "run", key, "rollout", id]]);
-    const spans = element("div", { class: "spans" });
-    const draw = () => fill(spans, rollout.spans.map((span) => drawSpan(span, rollout)));
-    draw();
-    const colors = [["logprob", "log-probability"], ["advantage", "advantage"],
-      ["version", "weights version"], ["none", "nothing"]];
-    const hint = element("span", { class: "dim" }, HINTS[coloring]);
     fill(view, head(rollout), siblings(key, rollout), keys(rollout, go), why(rollout),
-      element("h2", {}, "Spans"),
-      element("div", { class: "controls" },
-        select("color tokens by", colors, coloring, (value) => {
-          coloring = value;
-          hint.textContent = HINTS[value];
-          draw();
-        }), hint,
-        element("input", { type: "search", value: wanted, placeholder: "search in this rollout",
-          "aria-label": "search in this rollout",
-          input: (event) => search(spans, event.target.value) })),
-      spans,
-      rollout.num_spans > rollout.spans.length && element("p", { class: "dim" },
-        `not shown: ${rollout.num_spans - rollout.spans.length} of ${rollout.num_spans} spans`),
+      timeline(rollout, wanted),
       element("p", { class: "downloads" }, element("button",
         { click: () => download(`${where}/page.html`, `${id}.html`) }, "this rollout as HTML"), " ",
       element("button", { click: () => download(`runs/${key}/rollouts.jsonl?group=${
         encodeURIComponent(rollout.group_id)}`, `${rollout.group_id}.jsonl`) },
       "its group as JSONL")));
-    if (wanted) search(spans, wanted);
   };
   await redraw();
   const isRunning = () => ["queued", "running"].includes(found?.status);
@@ -97,18 +77,43 @@ export function why(rollout) {
   const hasParts = Object.keys(rollout.components).length > 0;
   return element("section", { class: "why" }, element("h2", {}, "Why this reward"),
     fields([...rollout.task, ...(text ? [["last response", start(text)]] : [])]),
-    numbers("components of the reward", rollout.components),
+    numbers("components of the reward", rollout.components, 6),
     !hasParts && rollout.reward !== null && element("p", { class: "dim" },
       "the agent returned the reward as one number, without components"),
     rollout.reasons.map(([name, text]) => element("p", {},
       element("span", { class: "dim" }, `${name} `), text)),
-    numbers("the agent returned", rollout.metrics),
+    numbers("the agent returned", rollout.metrics, 6),
     rollout.reason && element("p", { class: "error" }, `${rollout.reason}: ${rollout.detail ?? ""}`),
     rollout.notes.map((note) => element("p", { class: "dim" }, `note: ${note}`)));
 }
 
 const start = (text) => (text.length > MAX_START
   ? `${text.slice(0, MAX_START)}... (all of it is below)` : text);
+
+/** Return the spans in time, with controls for the colors of tokens and a search for a text. */
+export function timeline(rollout, wanted = "") {
+  const spans = element("div", { class: "spans" });
+  const draw = () => fill(spans, rollout.spans.map((span) => drawSpan(span, rollout)));
+  draw();
+  if (wanted) search(spans, wanted);
+  const colors = [["logprob", "log-probability"], ["advantage", "advantage"],
+    ["version", "weights version"], ["none", "nothing"]];
+  const hint = element("span", { class: "dim" }, HINTS[coloring]);
+  const choose = (value) => {
+    coloring = value;
+    hint.textContent = HINTS[value];
+    draw();
+  };
+  return [element("h2", {}, "Spans"), element("div", { class: "controls" },
+    select("color tokens by", colors, coloring, choose), hint,
+    element("input", { type: "search", value: wanted, placeholder: "search in this rollout",
+      "aria-label": "search in this rollout",
+      input: (event) => search(spans, event.target.value) })), spans, leftOut(rollout)];
+}
+
+const leftOut = (rollout) => rollout.num_spans > rollout.spans.length && element("p",
+  { class: "left-out dim" },
+  `not shown: ${rollout.num_spans - rollout.spans.length} of ${rollout.num_spans} spans`);
 
 function drawSpan(span, rollout) {
   const bar = element("span", { class: "bar" });
@@ -122,7 +127,7 @@ function drawSpan(span, rollout) {
   const box = element("details", { class: `span ${span.kind} ${hasError ? "failed" : ""}`,
     toggle: () => { if (box.open && !body.hasChildNodes()) fill(body, details(span)); } },
   element("summary", {}, label, element("span", { class: "track" }, bar),
-    element("span", { class: "number" }, seconds(span.duration_s))), body);
+    element("span", { class: "number" }, `${span.duration_s.toFixed(3)} s`)), body);
   box.text = spanText(span);
   box.open = hasError || Boolean(span.call) || span.kind === "tool";
   if (box.open) fill(body, details(span));
@@ -156,7 +161,9 @@ function drawCall(call) {
 }
 
 function response(call) {
-  const box = element("pre", { class: "response" });
+  const advantage = call.credit?.advantage ?? 0;
+  const sign = advantage > 0 ? "plus" : advantage < 0 ? "minus" : "";
+  const box = element("pre", { class: `response ${sign}` });
   for (const [text, logprob, version, isForced] of call.tokens) {
     const token = element("span", { class: isForced ? "token forced" : "token",
       title: tokenTitle(logprob, version, isForced) }, text);
@@ -203,4 +210,26 @@ function spanText(span) {
 /** Hide the spans that do not hold the text. */
 function search(spans, text) {
   for (const box of spans.children) box.hidden = !box.text.includes(text.toLowerCase());
+}
+
+/** Return the reward with its reasons, and what was said, called and answered. */
+export function drawTranscript(rollout) {
+  return [element("p", {}, status(rollout.status), " ",
+    element("strong", {}, rollout.reward === null ? "no reward"
+      : `reward ${number(rollout.reward, 4)}`), ` ${seconds(rollout.duration_s)}, step ${rollout.step}`),
+  why(rollout),
+  rollout.spans.map(drawTurn), leftOut(rollout)];
+}
+
+function drawTurn(span) {
+  const texts = span.call ? [
+    ["prompt", span.call.new_text],
+    ["response", span.call.text || span.call.tokens.map(([text]) => text).join("")],
+  ] : [["input", span.input], ["output", span.output]];
+  const shown = texts.filter(([, text]) => text);
+  if (!shown.length && span.error === null) return null;
+  return element("section", { class: `turn ${span.kind}` },
+    element("h3", {}, span.label),
+    span.error !== null && element("p", { class: "error" }, `failed: ${span.error}`),
+    shown.map(([name, text]) => [element("div", { class: "dim" }, name), element("pre", {}, text)]));
 }

@@ -2,9 +2,9 @@
 
 import { download } from "./api.js";
 import { chart, COLORS, destroyCharts, points } from "./chart.js";
-import { chip } from "./group.js";
 import { drawSearch } from "./search.js";
-import { element, fill, number, place, seconds, select, status, table, words } from "./dom.js";
+import { chip, element, failureTable, fill, number, place, rolloutTable, seconds, select, status, table,
+  words } from "./dom.js";
 
 // Charts of a run: a title and the first of these metrics that it has. The first two are large.
 const NUM_LARGE = 2;
@@ -57,7 +57,7 @@ export async function drawRun(view, context) {
     const move = (by) => () => { offset = Math.max(offset + by, 0); drawLists(); };
     const last = Math.min(offset + PAGE, answer.total);
     fill(lists.querySelector(".rows"),
-      isGroups ? groups(key, answer.groups) : rollouts(key, answer.rollouts),
+      isGroups ? groups(key, answer.groups) : rolloutTable(answer.rollouts, (id) => rolloutLink(key, id)),
       element("p", { class: "pages" },
         element("button", { click: move(-PAGE), disabled: offset === 0 }, "previous"),
         ` ${answer.total ? offset + 1 : 0} to ${last} of ${answer.total} `,
@@ -105,7 +105,8 @@ export async function drawRun(view, context) {
     run = found;
     context.setPath([[run.name, "run", key]]);
     fill(head, summary(run));
-    fill(failures, failureTable(key, run.failures));
+    fill(failures, run.failures.length > 0 && [element("h2", {}, "Failures"),
+      failureTable(run.failures, (id) => rolloutLink(key, id))]);
   };
 
   await drawHead();
@@ -140,7 +141,7 @@ function summary(run) {
     run.learning.map(({ sign, text }) => element("p", {
       class: `verdict ${sign > 0 ? "plus" : sign < 0 ? "minus" : ""}` }, text)),
     element("div", { class: "facts" },
-      fact(run.total_steps === null ? run.steps : `${run.steps} of ${run.total_steps}`, "steps"),
+      fact(run.total_steps === null ? run.num_steps : `${run.num_steps} of ${run.total_steps}`, "steps"),
       fact(number(run.first) || "-", `first ${what}`), fact(number(run.best) || "-", "best"),
       fact(number(run.last) || "-", "last"), fact(run.minutes.toFixed(1), "minutes")),
     element("p", { class: "dim" }, counts.join(", ") || "no rollouts yet"),
@@ -170,8 +171,8 @@ function running(key, now) {
     } },
     element("summary", {}, now.num_running === 1 ? "1 rollout" : `${now.num_running} rollouts`,
       longest.seconds !== null && [", the longest for ", seconds(longest.seconds), ": ",
-        rolloutLink(key, longest)]),
-    table(columns, now.running.map((rollout) => [rolloutLink(key, rollout), rollout.task_id,
+        rolloutLink(key, longest.rollout_id)]),
+    table(columns, now.running.map((rollout) => [rolloutLink(key, rollout.rollout_id), rollout.task_name,
       ...(hasCalls ? [rollout.calls, rollout.tokens] : []),
       rollout.seconds === null ? "no call has ended" : seconds(rollout.seconds)]))),
     !longest && element("p", { class: "dim" }, "no rollout is running"),
@@ -196,14 +197,6 @@ function serverFacts(now) {
       : `tokens/s in the last ${Math.round(window)} s`),
     compiling > 0 && fact(compiling, "programs being compiled"),
     fact(now.num_running, "rollouts running"));
-}
-
-function failureTable(key, failures) {
-  if (!failures.length) return null;
-  return [element("h2", {}, "Failures"),
-    table([["number", true], ["by"], ["reason"], ["example"], ["detail"]],
-      failures.map((failure) => [failure.count, words(failure.status).replace(" failure", ""),
-        failure.reason, rolloutLink(key, { rollout_id: failure.example }), failure.detail]))];
 }
 
 function controls(run, change) {
@@ -241,15 +234,7 @@ function groups(key, found) {
     ]));
 }
 
-function rollouts(key, found) {
-  if (!found.length) return element("p", { class: "dim" }, "no rollouts");
-  return table([["rollout"], ["task"], ["status"], ["reward", true], ["seconds", true], ["reason"]],
-    found.map((rollout) => [rolloutLink(key, rollout), rollout.task_name, status(rollout.status),
-      number(rollout.reward), seconds(rollout.seconds), rollout.reason ?? ""]));
-}
-
-const rolloutLink = (key, rollout) => element("a",
-  { href: place("run", key, "rollout", rollout.rollout_id) }, rollout.rollout_id);
+const rolloutLink = (key, id) => element("a", { href: place("run", key, "rollout", id) }, id);
 
 function settings(run) {
   return element("details", {}, element("summary", {}, "settings"),

@@ -1,12 +1,10 @@
 // All runs: a line each, their curves on one axis, and the settings in which they differ.
 
-import { chart, COLORS, destroyCharts, points } from "./chart.js";
+import { COLORS, curvesOf, destroyCharts, rewardCharts } from "./chart.js";
 import { comparison } from "./compare.js";
-import { element, fill, number, place, select, status, table } from "./dom.js";
+import { element, fill, number, place, status, table } from "./dom.js";
 
 const MAX_CURVES = 8;
-const TRAINING = "rollout/reward_mean";
-const EVALUATION = "eval/reward_mean";
 
 let axis = "steps";
 let chosen = null; // keys of the runs whose curves are drawn; null: the newest ones
@@ -45,7 +43,7 @@ function lines(runs, curves, redraw) {
       "aria-label": `draw ${run.name}` }),
     swatch(colors.get(run.key)), element("a", { href: place("run", run.key) }, run.name)],
     [status(run.status), run.why && element("div", { class: "why" }, run.why)],
-    run.total_steps === null ? run.steps : `${run.steps} of ${run.total_steps}`,
+    run.total_steps === null ? run.num_steps : `${run.num_steps} of ${run.total_steps}`,
     number(run.first), number(run.best), number(run.last),
     run.minutes.toFixed(1),
     run.failed_share === null ? "" : `${(100 * run.failed_share).toFixed(1)} %`,
@@ -68,25 +66,6 @@ function compareLink(curves) {
   return element("p", {}, element("a", { class: "button",
     href: comparison(oldestFirst.map((run) => [run.key])) }, `compare these ${curves.length} runs`),
   element("span", { class: "dim" }, " task by task, with both transcripts"));
-}
-
-/** Return curves `{run, color, answer}` of runs `{run, color}` whose metrics can be read. */
-export async function curvesOf(context, runs) {
-  const found = await Promise.all(runs.map(({ run }) => context.get(`runs/${run.key}/metrics`,
-    { names: `${TRAINING},${EVALUATION}` }).catch(() => null)));
-  return runs.map((run, index) => ({ ...run, answer: found[index] }))
-    .filter((curve) => curve.answer);
-}
-
-/** Return the charts of the rewards on one axis, which `onAxis` changes. */
-export function rewardCharts(curves, axis, onAxis) {
-  const of = (metric) => curves.map((curve) => ({ label: curve.run.name, color: curve.color,
-    points: points(curve.answer, axis, metric) })).filter((curve) => curve.points.length);
-  const options = ["steps", "samples", "minutes"].map((name) => [name, name]);
-  return [select("axis", options, axis, onAxis),
-    element("div", { class: "charts" },
-      chart("reward of training rollouts", axis, of(TRAINING), { sync: "runs" }),
-      chart("greedy reward on dev tasks", axis, of(EVALUATION), { sync: "runs" }))];
 }
 
 function settings(answer, curves) {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.studio.build import INPUTS, OUTPUTS
 from lightning_jax.studio.load import RunReader
-from lightning_jax.studio.text import as_text
+from lightning_jax.studio.records import as_text
 from lightning_jax.system.text import printable
 from lightning_jax.traces import attributes
 from lightning_jax.traces.listing import Filter, StoreListing

@@ -1,0 +1,162 @@
+"""Comparison of runs as tables and as a picture of their curves. Pure but for the picture."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lightning_jax.rollouts.compare_tasks import TaskComparison
+from lightning_jax.settings import ConfigError
+from lightning_jax.studio import Axis
+from lightning_jax.studio.comparison import (
+    Group,
+    TaskRow,
+    compare,
+    group_names,
+    task_facts,
+)
+from lightning_jax.studio.records import Grid, columns
+from lightning_jax.studio.runs import REWARD, TRAINING_REWARD, runs_table
+from lightning_jax.system.files import replacing
+from lightning_jax.system.text import printable
+
+MAX_SHOWN = 10  # tasks in a table, those that differ most
+MAX_BINS = 12  # lines of the table of training rewards
+
+
+def compare_runs(groups: Sequence[Group], axis: Axis = "steps") -> list[Grid]:
+    """Return tables that compare the groups with the first one.
+
+    Raises ConfigError if a run is given twice.
+    """
+    found = compare(groups)
+    names = [group.name for group in found.groups]
+    tables = [
+        runs_table([run for group in groups for run in group], "Runs"),
+        found.settings,
+        _evaluations(groups, names, axis),
+        _training(groups, names, axis),
+    ]
+    for pair in found.pairs:
+        before, after = pair.first_name, pair.name
+        title = f"{after} against {before}"
+        if pair.missing:
+            tables.append(Grid(title, (), (), (pair.missing,)))
+        else:
+            title = f"{title}, {pair.when}"
+            tables.append(_tasks_table(title, pair.tasks, before, after, pair.facts))
+        tables += [pair.seeds] if pair.seeds else []
+    return [grid for grid in tables if grid.rows or grid.notes]
+
+
+def _evaluations(groups: Sequence[Group], names: Sequence[str], axis: Axis) -> Grid:
+    """Return the evaluations of each group. Those of seeds are averaged."""
+    cells: dict[float, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for name, group in zip(names, groups, strict=True):
+        for run in group:
+            for at, row in run.points(REWARD, axis):
+                cells[round(at, 1)][name].append(row)
+    rows = [(f"{at:g}", *(_evaluation(cells[at][name]) for name in names)) for at in sorted(cells)]
+    title = "Greedy reward on the dev tasks"
+    return Grid(title, columns(axis, *names, numbers=(axis, *names)), tuple(rows))
+
+
+def _evaluation(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    mean = fmean(row[REWARD] for row in rows)
+    if len(rows) > 1:
+        return f"{mean:.3f} (n={len(rows)} seeds)"
+    return f"{mean:.3f} ± {rows[0].get('eval/reward_stderr', 0.0):.3f}"
+
+
+def _training(groups: Sequence[Group], names: Sequence[str], axis: Axis) -> Grid:
+    """Return the mean reward of training rollouts in equal parts of the axis."""
+    points = {
+        name: [
+            (at, row[TRAINING_REWARD])
+            for run in group
+            for at, row in run.points(TRAINING_REWARD, axis)
+        ]
+        for name, group in zip(names, groups, strict=True)
+    }
+    ends = [at for found in points.values() for at, _ in found]
+    if not ends:
+        return Grid("", ())
+    width = max((max(ends) + 1) / MAX_BINS, 1.0)
+    if axis == "steps":
+        width = math.ceil(width)
+    rows = []
+    for index in range(math.floor(max(ends) / width) + 1):
+        low, high = index * width, (index + 1) * width
+        found = [[reward for at, reward in points[name] if low <= at < high] for name in names]
+        label = f"{low:g}" if width == 1 else f"{low:.0f} to {high - (axis == 'steps'):.0f}"
+        rows.append((label, *(f"{fmean(values):.3f}" if values else "" for values in found)))
+    title = "Reward of the training rollouts"
+    return Grid(title, columns(axis, *names, numbers=(axis, *names)), tuple(rows))
+
+
+def comparison_table(
+    found: TaskComparison, title: str, before: str = "before", after: str = "after"
+) -> Grid:
+    """Return the tasks of two results that changed most, and what the sign test says."""
+    rows = [
+        TaskRow(printable(change.task_id), change.before, change.after, change.change)
+        for change in found.changes
+        if change.change
+    ]
+    return _tasks_table(title, rows, before, after, task_facts(found, before, after))
+
+
+def _tasks_table(
+    title: str, rows: Sequence[TaskRow], before: str, after: str, facts: Sequence[str]
+) -> Grid:
+    notes = list(facts)
+    if len(rows) > MAX_SHOWN:
+        notes.append(f"only the {MAX_SHOWN} tasks that differ most are shown")
+    cells = tuple(
+        (row.task_name, f"{row.before:.3f}", f"{row.after:.3f}", f"{row.change:+.3f}")
+        for row in rows[:MAX_SHOWN]
+    )
+    numbers = (before, after, "change")
+    head = columns("task", *numbers, numbers=numbers)
+    return Grid(title, head, cells, tuple(map(printable, notes)))
+
+
+def plot_runs(groups: Sequence[Group], axis: Axis, path: Path) -> None:
+    """Draw training and dev rewards of all runs as a PNG. Seeds of a group share a color."""
+    from matplotlib.figure import Figure  # takes half a second
+
+    if path.suffix != ".png" or not path.parent.is_dir():
+        raise ConfigError(
+            f"--png is {str(path)!r}; expected a name that ends in .png in an existing directory.",
+            reason="invalid",
+            key="--png",
+        )
+    figure = Figure(figsize=(9.6, 3.8), layout="constrained")
+    labelled = [
+        (index, name if run is group[0] else None, run)
+        for index, (name, group) in enumerate(zip(group_names(groups), groups, strict=True))
+        for run in group
+    ]
+    panels = ((TRAINING_REWARD, "reward of training rollouts"), (REWARD, "reward on dev tasks"))
+    for axes, (metric, title) in zip(figure.subplots(1, 2), panels, strict=True):
+        for index, label, run in labelled:
+            points = run.points(metric, axis)
+            places, rewards = [at for at, _ in points], [row[metric] for _, row in points]
+            style: dict[str, Any] = dict(
+                color=f"C{index}", marker="." if metric == TRAINING_REWARD else "o"
+            )
+            errors = [row.get("eval/reward_stderr", 0.0) for _, row in points]
+            if metric == REWARD:
+                axes.errorbar(places, rewards, yerr=errors, capsize=3, label=label, **style)
+            else:
+                axes.plot(places, rewards, linewidth=1, label=label, **style)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(axis)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    with replacing(path) as draft:
+        figure.savefig(draft, format="png", dpi=100)
