@@ -11,25 +11,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
 from lightning_jax.cli import main as command
-from lightning_jax.cli import troubleshooting as signs
 from lightning_jax.cli.reference import settings_page
 from lightning_jax.gateway.dialects import all as dialects
 from lightning_jax.gateway.dialects import anthropic, ollama, openai_chat, openai_completions
 from lightning_jax.gateway.dialects.base import Dialect
 from lightning_jax.gateway.dialects.gemini import input as gemini
 from lightning_jax.gateway.dialects.openai_responses import dialect as responses
-from lightning_jax.gateway.error_codes import CODES
 from lightning_jax.gateway.metrics import COUNTERS
 from lightning_jax.gateway.unknown_fields import BINDING
 from lightning_jax.loading import load_function
-from lightning_jax.rollouts.reasons import REASONS
 from lightning_jax.traces import attributes
-from lightning_jax.train.metric_descriptions import AREAS, METRICS
+from lightning_jax.train.curves import DESCRIPTIONS, metric_descriptions
 
 HERE = Path(__file__).parent
+PACKAGE = HERE.parent / "lightning_jax"
 NOTE = "`python docs/reference.py` writes this page.\n"
 
 
@@ -101,10 +100,10 @@ def metrics() -> str:
         "in `eval/` the field of `eval.by`, such as `/source=svamp`, to tasks with that value. In\n"
         "a warm-up step the metrics of `train/` are called `warmup/`.\n"
     )
-    for area, words in AREAS.items():
+    for area, words in yaml.safe_load(DESCRIPTIONS.read_text())["areas"].items():
         rows = [
-            (f"`{name}`", found.unit, found.text)
-            for name, found in METRICS.items()
+            (f"`{name}`", *description)
+            for name, description in metric_descriptions().items()
             if name.startswith(f"{area}/")
         ]
         text += f"\n## `{area}/`\n\n{words}\n\n" + _table(("metric", "unit", "meaning"), rows)
@@ -154,7 +153,8 @@ def failures() -> str:
         "file and line as the detail. It is the infrastructure's failure if the exception is a\n"
         "connection error of a client library.\n\n"
     )
-    rows = [(f"`{name}`", *found) for name, found in REASONS.items()]
+    reasons = yaml.safe_load((PACKAGE / "rollouts/reasons.yaml").read_text())
+    rows = [(f"`{name}`", *texts.values()) for name, texts in reasons.items()]
     text += _table(("reason", "failed by", "what happened", "what to do"), rows)
     text += (
         "\n## Of a call\n\n"
@@ -162,19 +162,26 @@ def failures() -> str:
         "above are the infrastructure's: if no retry is answered, the whole rollout is tried\n"
         "again.\n\n"
     )
-    rows = [(str(status), f"`{code}`", words) for code, (status, words) in CODES.items()]
+    codes = yaml.safe_load((PACKAGE / "gateway/error_codes.yaml").read_text())
+    rows = [
+        (str(status), f"`{code}`", words)
+        for status, texts in codes.items()
+        for code, words in texts.items()
+    ]
     return text + _table(("status", "code", "meaning"), rows)
 
 
 def troubleshooting() -> str:
     """Return the page of what to do if a run does not learn, with where its rows come from."""
+    signs = yaml.safe_load((PACKAGE / "cli/troubleshooting.yaml").read_text())
     text = (
-        f"# {signs.TITLE}\n\n{signs.INTRODUCTION} "
+        f"# {signs['title']}\n\n{signs['introduction']} "
         "[Metrics](../reference/metrics.md) explains the names.\n"
         f"`lightning-jax help troubleshooting` prints the rows. {NOTE}"
     )
-    for title, rows in signs.SECTIONS.items():
-        text += f"\n## {title}\n\n" + _table(signs.COLUMNS, rows)
+    heads = ("what you see", "what it means", "what to do")
+    for title, rows in signs["sections"].items():
+        text += f"\n## {title}\n\n" + _table(heads, [tuple(row.values()) for row in rows])
     return text + "\n## Where these rows come from\n\n" + _table(("row", "seen in"), EVIDENCE)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from lightning_jax.rl.losses.policy import LENGTHS
 from lightning_jax.train.curves import (
+    describe,
     INTERNALS,
     MAX_AGENT_PANELS,
     RESULTS,
@@ -15,7 +16,6 @@ from lightning_jax.train.curves import (
     smoothed,
     warmup_steps,
 )
-from lightning_jax.train.metric_descriptions import describe
 
 
 def test_the_picture_holds_the_curves(tmp_path: Path) -> None:
