@@ -183,15 +183,9 @@ def test_a_run_that_goes_on_is_read_and_not_touched(tmp_path: Path) -> None:
 def test_the_store_of_an_older_release_stays_as_it_is(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with sqlite3.connect(run / "store.sqlite") as old:
-        old.execute("ALTER TABLE rollouts DROP COLUMN metrics")
-        old.execute("ALTER TABLE rollouts DROP COLUMN superseded")
-        old.execute("ALTER TABLE rollouts DROP COLUMN task")
-        old.execute("ALTER TABLE rollouts DROP COLUMN components")
-        old.execute("ALTER TABLE rollouts DROP COLUMN reasons")
-        old.execute("ALTER TABLE rollouts DROP COLUMN worker")
-        old.execute("DROP INDEX spans_by_sequence")
-        old.execute("ALTER TABLE spans DROP COLUMN sequence")
-        old.execute("PRAGMA user_version=1")
+        for column in ("task", "components", "reasons", "worker"):
+            old.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
+        old.execute("PRAGMA user_version=4")
     old.close()
     before = (run / "store.sqlite").read_bytes()
     with open_run(run) as reader:
