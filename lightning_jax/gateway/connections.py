@@ -10,7 +10,9 @@ import asyncio
 import json
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -26,9 +28,17 @@ WARN_EVERY_S = 10.0
 Handler = Callable[[web.Request], Any]
 
 
-def number_that_fits(wanted: int) -> int:
+def number_that_fits(limit: int) -> int:
     """Return the connection limit, with half of the free file descriptors left for agents."""
-    return max(1, min(wanted, number_free() // 2))
+    return max(1, min(limit, number_free() // 2))
+
+
+class State(Enum):
+    """State of a connection. The first two may be evicted, in this order."""
+
+    SILENT = auto()  # never sent a request
+    IDLE = auto()
+    BUSY = auto()
 
 
 class Connections:
@@ -50,10 +60,8 @@ class Connections:
             log.info(
                 "limiting to %d connections because of the open-file limit (ulimit -Hn)", self.limit
             )
-        # By transport, in order of eviction.
-        self._silent: dict[Any, Connection] = {}  # never sent a request
-        self._idle: dict[Any, Connection] = {}
-        self._busy: dict[Any, Connection] = {}
+        # By transport, in the order in which they came to their states.
+        self._open: OrderedDict[Any, Connection] = OrderedDict()
         self._warned_at = 0.0
         self.num_evicted = self.num_refused = 0
 
@@ -61,12 +69,11 @@ class Connections:
         return Connection(self, self._make_handler())
 
     def __len__(self) -> int:
-        return len(self._silent) + len(self._idle) + len(self._busy)
+        return len(self._open)
 
     async def track(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Protect a connection from eviction from its complete request until the answer."""
-        transport = request.transport
-        connection = self._silent.get(transport) or self._idle.get(transport)
+        connection = self._open.get(request.transport)
         if connection is None:  # already closed
             return await handler(request)
         connection.ask()
@@ -75,39 +82,42 @@ class Connections:
             return await handler(request)
         finally:
             connection.rest()
-            if self.remove(connection):
-                self._idle[transport] = connection
+            self._change(connection, State.IDLE)
 
     def _begin(self, connection: "Connection") -> None:
         """Mark a connection as busy, now that the body of its request is complete."""
         connection.receiving_since = None
-        if connection.idle_since is None and self.remove(connection):
-            self._busy[connection.transport] = connection
+        if connection.idle_since is None:
+            self._change(connection, State.BUSY)
+
+    def _change(self, connection: "Connection", state: State) -> None:
+        """Set the state of a connection, unless it is closed."""
+        if connection.transport in self._open:
+            connection.state = state
+            self._open.move_to_end(connection.transport)
 
     def add(self, connection: "Connection") -> bool:
         """Add a connection, and evict another if necessary. Return False if there is no room."""
         if len(self) >= self.limit:
-            victim = next(iter(self._silent.values()), None) or next(
-                iter(self._idle.values()), None
-            )
+            states, connections = (State.SILENT, State.IDLE), self._open.values()
+            victim = next((c for state in states for c in connections if c.state is state), None)
             self._on_close()
             self._warn(evicted=victim is not None)
             if victim is None:
                 return False
             self.remove(victim)
             victim.transport.abort()
-        self._silent[connection.transport] = connection
+        self._open[connection.transport] = connection
         return True
 
-    def remove(self, connection: "Connection") -> bool:
-        """Forget a connection. Return whether it was known."""
-        tables = (self._silent, self._idle, self._busy)
-        return any([table.pop(connection.transport, None) for table in tables])
+    def remove(self, connection: "Connection") -> None:
+        """Forget a connection, if it is open."""
+        self._open.pop(connection.transport, None)
 
     def sweep(self) -> None:
         """Close connections that have been idle or slow for too long."""
         now = time.monotonic()
-        for connection in [*self._silent.values(), *self._idle.values(), *self._busy.values()]:
+        for connection in list(self._open.values()):
             slow = now - (connection.receiving_since or now) > self._serve.slow_request_s
             still_since = connection.unread_since or connection.idle_since
             idle = now - (still_since or now) > self._serve.idle_connection_s
@@ -137,7 +147,8 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, table: Connections, handler: asyncio.Protocol) -> None:
         self._table, self._handler = table, handler
-        self._is_taken = False
+        self._is_open = False
+        self.state = State.SILENT
         self.idle_since: float | None = None  # set while no request is being handled
         self.receiving_since: float | None = None  # set while a request is arriving
         self.unread_since: float | None = None  # set while the client does not read
@@ -154,25 +165,25 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self.transport: asyncio.Transport = transport
         self.rest()
-        self._is_taken = self._table.add(self)
-        if self._is_taken:
+        self._is_open = self._table.add(self)
+        if self._is_open:
             self._handler.connection_made(transport)
         else:  # clients see a connection error, which never counts as the agent's failure
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.remove(self)
-        if self._is_taken:
+        if self._is_open:
             self._handler.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_taken:
+        if self._is_open:
             if self.idle_since is not None and self.receiving_since is None:
                 self.receiving_since = time.monotonic()
             self._handler.data_received(data)
 
     def eof_received(self) -> bool | None:
-        return self._handler.eof_received() if self._is_taken else None
+        return self._handler.eof_received() if self._is_open else None
 
     def pause_writing(self) -> None:
         self.unread_since = time.monotonic()
@@ -194,7 +205,7 @@ class GuardedRunner(web.AppRunner):
         **settings: Any,
     ) -> None:
         super().__init__(app, **settings)
-        self._app_middlewares = app.middlewares
+        app.middlewares.insert(0, self._track)  # before all others
         self._serve, self._on_close = serve, on_close
         self.connections: Connections | None = None
 
@@ -204,12 +215,11 @@ class GuardedRunner(web.AppRunner):
         return super().server if self.connections is None else self.connections
 
     async def setup(self) -> None:
-        """Prepare to serve, with our middleware before all others."""
-        self._app_middlewares.insert(0, self._track)
+        """Prepare to serve."""
         await super().setup()
-        made = super().server
-        assert made is not None, "it is set up"
-        self.connections = Connections(made, self._serve, self._on_close)
+        make_handler = super().server
+        assert make_handler is not None, "it is set up"
+        self.connections = Connections(make_handler, self._serve, self._on_close)
         self._exhaustion = ExhaustionLog(asyncio.get_running_loop())
         self._sweeping = asyncio.create_task(self._sweep())
 
