@@ -21,8 +21,8 @@ from lightning_jax.gateway.dialects import anthropic, ollama, openai_chat, opena
 from lightning_jax.gateway.dialects.base import Dialect
 from lightning_jax.gateway.dialects.gemini import input as gemini
 from lightning_jax.gateway.dialects.openai_responses import dialect as responses
+from lightning_jax.gateway.dialects.unknown_fields import BINDING
 from lightning_jax.gateway.metrics import COUNTERS
-from lightning_jax.gateway.unknown_fields import BINDING
 from lightning_jax.loading import load_function
 from lightning_jax.traces import attributes
 from lightning_jax.train.curves import DESCRIPTIONS, metric_descriptions

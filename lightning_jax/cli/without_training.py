@@ -136,7 +136,7 @@ def _load(arguments: argparse.Namespace) -> "tuple[Config, PolicySource]":
     if url is None and run_dir is None and model is None:
         check_model(config)
 
-    from lightning_jax.gateway.remote import remote_role  # imports JAX, after the checks
+    from lightning_jax.gateway.calls.remote import remote_role  # imports JAX, after the checks
     from lightning_jax.train.inference import PolicySource
 
     if url is None:

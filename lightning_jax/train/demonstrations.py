@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_jax.errors import InvalidValue
+from lightning_jax.gateway.calls.routing import Routing, read_traits
 from lightning_jax.gateway.prompt.habits import habits_of
 from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render
 from lightning_jax.gateway.prompt.tool_formats import (
@@ -14,7 +15,6 @@ from lightning_jax.gateway.prompt.tool_formats import (
     format_of,
     open_thought,
 )
-from lightning_jax.gateway.routing import Routing, read_traits
 from lightning_jax.models.config import policy_indices
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.batching import make_supervised_sequences

@@ -16,8 +16,8 @@ from agent_folder import write_folder
 from lightning_jax.cli.main import main
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.leases import LeaseQueue
-from lightning_jax.gateway.remote import RemoteEngine, remote_role, remote_routing
+from lightning_jax.gateway.calls.remote import RemoteEngine, remote_role, remote_routing
+from lightning_jax.gateway.sessions.leases import LeaseQueue
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.rollouts.fingerprint import fingerprint
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests

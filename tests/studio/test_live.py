@@ -23,9 +23,9 @@ from live_page import live
 from lightning_jax.cli.main import WITHOUT_JAX, main
 from lightning_jax.cli.studio import run_studio
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.gateway.activity import Activity, RolloutActivity
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.remote import RemoteEngine
+from lightning_jax.gateway.calls.remote import RemoteEngine
+from lightning_jax.gateway.sessions.open_rollouts import Activity, RolloutActivity
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.live import answers, downloads
 from lightning_jax.studio.live.catalog import Catalog

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from coded import raises_coded
 
+from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.gateway.prompt.render import render
 from lightning_jax.gateway.prompt.tool_formats import format_of
-from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.config import PolicyConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import CHATML, tiny_tokenizer

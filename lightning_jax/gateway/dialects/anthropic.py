@@ -17,11 +17,14 @@ from lightning_jax.gateway.dialects.base import (
     MakeReply,
     Reply,
     Sender,
+    add_assistant,
+    arguments_of,
     model_listings,
     to_request,
+    tool_call,
 )
-from lightning_jax.gateway.dialects.messages import add_assistant, arguments_of, tool_call
 from lightning_jax.gateway.dialects.openai_fields import Format
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import (
     MAX_MESSAGES,
@@ -32,7 +35,6 @@ from lightning_jax.gateway.request import (
     PolicyRequest,
     ToolChoice,
 )
-from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.types import Message
 
 # Fields that change nothing here.

@@ -21,10 +21,13 @@ from lightning_jax.gateway.dialects.base import (
     MakeReply,
     Reply,
     Sender,
+    add_assistant,
     to_request,
+    tool_call,
+    whole_calls,
 )
-from lightning_jax.gateway.dialects.messages import add_assistant, tool_call, whole_calls
 from lightning_jax.gateway.dialects.openai_fields import TokenEntries, Tools, functions_of
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import (
     MAX_MESSAGES,
@@ -34,7 +37,6 @@ from lightning_jax.gateway.request import (
     PolicyRequest,
     check_model,
 )
-from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.types import Message
 
 _VERSION = "0.12.11"  # the release whose API this follows, the first with log-probabilities

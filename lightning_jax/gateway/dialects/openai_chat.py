@@ -27,9 +27,9 @@ from lightning_jax.gateway.dialects.openai_fields import (
     functions_of,
     template_kwargs,
 )
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import JsonSchema, PolicyRequest, ToolChoice
-from lightning_jax.gateway.unknown_fields import check_unknown
 
 
 def _tool_choice(choice: Any) -> ToolChoice | None:

@@ -29,9 +29,9 @@ from lightning_jax.gateway.dialects.openai_fields import (
     ChoicesReply,
     TokenEntries,
 )
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import PolicyRequest
-from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_jax.engine.generation import PromptTooLong
-from lightning_jax.gateway.messages import normalize_message, normalize_messages
 from lightning_jax.gateway.prompt.habits import written
+from lightning_jax.gateway.prompt.messages import normalize_message, normalize_messages
 from lightning_jax.gateway.prompt.shield import Shield
 from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of
 from lightning_jax.gateway.prompt.writing import Tools, without_thought

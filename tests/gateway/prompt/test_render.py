@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.gateway.messages import normalize_messages
 from lightning_jax.gateway.prompt.call_syntax import parse_calls
+from lightning_jax.gateway.prompt.messages import normalize_messages
 from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render
 from lightning_jax.gateway.prompt.tool_formats import HERMES, format_of
 from lightning_jax.models.chat_template import TemplateError, with_defaults

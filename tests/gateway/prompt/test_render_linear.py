@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from templates import TEMPLATES, tokenizer_with
 
-from lightning_jax.gateway.messages import normalize_message, normalize_messages
 from lightning_jax.gateway.prompt import render as module
+from lightning_jax.gateway.prompt.messages import normalize_message, normalize_messages
 from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, Rendered, render
 from lightning_jax.gateway.prompt.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer

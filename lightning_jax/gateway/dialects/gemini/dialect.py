@@ -15,14 +15,14 @@ from lightning_jax.gateway.dialects.base import (
     Sender,
     model_listings,
     to_request,
+    whole_calls,
 )
 from lightning_jax.gateway.dialects.gemini.input import Config, CountBody, GeminiBody
-from lightning_jax.gateway.dialects.messages import whole_calls
 from lightning_jax.gateway.dialects.openai_fields import MIN_LOGPROB
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import Body, read
 from lightning_jax.gateway.request import NO_THINKING, PolicyRequest
-from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.models.tokenizer import Tokenizer
 
 _STATUSES = {

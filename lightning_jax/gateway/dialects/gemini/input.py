@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from lightning_jax.gateway import fields
+from lightning_jax.gateway.dialects.base import add_assistant, tool_call
 from lightning_jax.gateway.dialects.gemini.schema import CamelFields, Schema
-from lightning_jax.gateway.dialects.messages import add_assistant, tool_call
 from lightning_jax.gateway.request import MAX_CHOICES, Function, JsonSchema, ToolChoice
 from lightning_jax.types import Message
 

@@ -34,9 +34,9 @@ from lightning_jax.gateway.dialects.openai_fields import (
 from lightning_jax.gateway.dialects.openai_responses.input import input_messages
 from lightning_jax.gateway.dialects.openai_responses.output import Output
 from lightning_jax.gateway.dialects.openai_responses.saved import LISTINGS, LOGPROBS, saved
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import MAX_TOOLS, PolicyRequest, ToolChoice
-from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.types import Message
 
 _IGNORED = {"max_tool_calls", "stream_options", "prompt_cache_options", *IGNORED}
