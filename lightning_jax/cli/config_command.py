@@ -37,14 +37,14 @@ def run_config(arguments: argparse.Namespace) -> int:
     if not words:
         print(settings_page(), end="")
         return 0
-    found = find_settings(words)
-    if not found:
+    matches = find_settings(words)
+    if not matches:
         raise UserError(
             f"no setting's key or meaning has {' and '.join(map(repr, words))}; "
             "lightning-jax config lists all.",
             reason="not_found",
         )
-    print("\n".join(map(as_entry, found)))
+    print("\n".join(map(as_entry, matches)))
     return 0
 
 

@@ -65,11 +65,11 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def error(self, message: str) -> NoReturn:
-        known = [name for action in self._actions for name in action.option_strings]
+        words = [name for action in self._actions for name in action.option_strings]
         for action in self._actions:
-            known += map(str, action.choices or ())
-        found = _MISSPELLED.search(message)
-        close = difflib.get_close_matches(found[1] or found[2], known, 1) if found else []
+            words += map(str, action.choices or ())
+        match = _MISSPELLED.search(message)
+        close = difflib.get_close_matches(match[1] or match[2], words, 1) if match else []
         if close:
             message = f"{message.split(' (choose from')[0]}; did you mean {close[0]}?"
             self.exit(2, f"error: {message} {self.prog} --help lists all.\n")
@@ -140,9 +140,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _versions() -> str:
     names = ("lightning-jax", "jax", "jaxlib")
-    found = {name: installed_version(name) for name in names}
+    versions = {name: installed_version(name) for name in names}
     # A clone on PYTHONPATH is not installed.
-    return ", ".join(f"{name} {found[name] or '(not installed)'}" for name in names)
+    return ", ".join(f"{name} {versions[name] or '(not installed)'}" for name in names)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +226,7 @@ def _train(arguments: argparse.Namespace) -> int:
         from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
 
         return train_and_report(
-            fixed, *tasks, has_page=arguments.studio, shown=Path(config.run_dir)
+            fixed, *tasks, has_page=arguments.studio, label=Path(config.run_dir)
         )
 
 
@@ -258,9 +258,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.device_gib is not None:
         capacity = int(arguments.device_gib * plan.GIB)
     make = plan.make_plan if arguments.quick else plan.compile_plan
-    made = make(model, config, capacity, devices, limit=limit)
-    print(plan.as_table(made))
-    plan.check_plan(made)
+    report = make(model, config, capacity, devices, limit=limit)
+    print(plan.as_table(report))
+    plan.check_plan(report)
     return 0
 
 
@@ -275,9 +275,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     from lightning_jax.cli.verify import as_text, verify  # imports JAX, after the check
 
-    found = verify(arguments.run_dir, limit=arguments.limit, tolerance=arguments.tolerance)
-    print(as_text(found))
-    return 1 if found.off else 0
+    report = verify(arguments.run_dir, limit=arguments.limit, tolerance=arguments.tolerance)
+    print(as_text(report))
+    return 1 if report.off else 0
 
 
 def _view(arguments: argparse.Namespace) -> int:

@@ -82,8 +82,8 @@ def run_new(arguments: argparse.Namespace) -> int:
         _set_family(folder / "config.yaml", arguments.gym, levels)
     for path in sorted(folder.iterdir()):
         print(path)
-    found = shutil.which("lightning-jax")  # None if the command is not on PATH
-    command = "lightning-jax" if found else f"{shlex.quote(sys.executable)} -m lightning_jax"
+    program = shutil.which("lightning-jax")  # None if the command is not on PATH
+    command = "lightning-jax" if program else f"{shlex.quote(sys.executable)} -m lightning_jax"
     needed = NEEDED.get(template, ())
     missing = [name for name in needed if installed_version(name) is None]
     print(f"\ncd {shlex.quote(str(folder))}")

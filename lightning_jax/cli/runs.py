@@ -58,13 +58,13 @@ def run_compare(arguments: argparse.Namespace) -> int:
         )
     if arguments.png is not None:  # before anything is printed: the path may be wrong
         plot_runs(groups, arguments.axis, arguments.png)
-    found = compare_runs(groups, arguments.axis)
+    grids = compare_runs(groups, arguments.axis)
     console = Console(highlight=False)
     if arguments.markdown:
-        text = "\n\n".join(as_markdown(grid) for grid in found)
+        text = "\n\n".join(as_markdown(grid) for grid in grids)
         console.print(text, markup=False, soft_wrap=True)
     else:
-        for index, grid in enumerate(found):
+        for index, grid in enumerate(grids):
             console.print(*[""] * bool(index), as_terminal(grid, console.width), sep="\n")
     if arguments.png is not None:
         console.print(f"curves: {arguments.png}", markup=False, soft_wrap=True)

@@ -109,4 +109,4 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
 
 def _with_flags(sentence: str) -> str:
     """Return the sentence with the flags of `serve` in place of the settings of a run."""
-    return _SETTING.sub(lambda found: _FLAG_OF.get(found[1], found[0]), sentence)
+    return _SETTING.sub(lambda match: _FLAG_OF.get(match[1], match[0]), sentence)

@@ -35,7 +35,7 @@ def try_agent(
     config: Config,
     source: PolicySource,
     *,
-    task: str | None,
+    task_name: str | None,
     num_attempts: int,
     is_greedy: bool,
     record: Path | None,
@@ -53,15 +53,15 @@ def try_agent(
     config = replace(config, rollout=rollout, agent=agent)
     label, source = source.label(config), source.with_fixed_path()
     path = record and record.absolute()
-    found = find_task(config, task)
+    task = find_task(config, task_name)
     agent = " ".join(config.agent.command or [str(config.agent.function)])
-    shown = cut(printable(json.dumps(found, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
-    _say(console, f"{agent} on task {printable(found['id'])} with {label}: {shown}")
+    text = cut(printable(json.dumps(task, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
+    _say(console, f"{agent} on task {printable(task['id'])} with {label}: {text}")
     with closing(TemporaryStore() if path is None else Store(path)) as store:
         phase = "eval" if is_greedy else "train"
         step = store.next_step(phase)
         rollouts, tokenizer = asyncio.run(
-            _attempts(config, source, store, found, phase=phase, step=step, number=num_attempts)
+            _attempts(config, source, store, task, phase=phase, step=step, number=num_attempts)
         )
         reader = RunReader(
             Path(store.path), store, config=config, tokenizer=tokenizer, has_credit=num_attempts > 1

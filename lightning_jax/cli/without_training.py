@@ -77,7 +77,7 @@ def run_try(arguments: argparse.Namespace) -> int:
     return try_agent(
         config,
         source,
-        task=arguments.task,
+        task_name=arguments.task,
         num_attempts=arguments.attempts,
         is_greedy=arguments.greedy,
         record=arguments.record,

@@ -262,7 +262,7 @@ class Gateway:
         """Answer a listing of the first dialect whose header the request has, or else of the first
         dialect.
         """
-        named = [found for found in listings if found[1].header in request.headers]
+        named = [entry for entry in listings if entry[1].header in request.headers]
         dialect, listing = next(iter(named), listings[0])
         try:
             rollout = self._callers.admit(request, dialect)
@@ -332,8 +332,8 @@ async def _to_page(request: web.Request) -> web.Response:
 
 def _listings() -> dict[tuple[str, str], list[tuple[Dialect, Listing]]]:
     """Return the listings of each method and path."""
-    found: dict[tuple[str, str], list[tuple[Dialect, Listing]]] = {}
+    listings: dict[tuple[str, str], list[tuple[Dialect, Listing]]] = {}
     for dialect in DIALECTS:
         for listing in dialect.listings:
-            found.setdefault((listing.method, listing.path), []).append((dialect, listing))
-    return found
+            listings.setdefault((listing.method, listing.path), []).append((dialect, listing))
+    return listings

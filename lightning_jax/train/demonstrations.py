@@ -8,7 +8,7 @@ from typing import Any
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.calls.routing import Routing, read_traits
 from lightning_jax.gateway.prompt.habits import habits_of
-from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render
+from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render_prompt
 from lightning_jax.gateway.prompt.tool_formats import (
     THOUGHT_MARKS,
     ToolFormat,
@@ -79,7 +79,7 @@ def _turns(
         if message.plain["role"] != "assistant":
             continue
         try:
-            prompt = render(
+            prompt = render_prompt(
                 plain[:index],
                 conversation.tools,
                 tokenizer,

@@ -39,19 +39,19 @@ def dump_json(value: Any, *, ensure_ascii: bool = True, depth: int = MAX_DEPTH) 
 
 def _is_small(value: Any) -> bool:
     """Return whether a value has at most STEP_VALUES others in it."""
-    number, found = 0, [value]
-    while found:
-        item = found.pop()
+    number, stack = 0, [value]
+    while stack:
+        item = stack.pop()
         inside = item.values() if isinstance(item, dict) else item
         if isinstance(item, dict | list | tuple):
             number += len(inside)
             if number > STEP_VALUES:
                 return False
-            found.extend(inside)
+            stack.extend(inside)
     return True
 
 
-class Turns:
+class FairQueue:
     """Scheduler that lets one request proceed in each iteration of the event loop.
 
     Otherwise requests that arrive together would all be handled in one iteration and block

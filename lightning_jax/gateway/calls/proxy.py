@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from lightning_jax.gateway.calls.record import write
+from lightning_jax.gateway.calls.record import write_spans
 from lightning_jax.gateway.calls.routing import Route
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import brief
@@ -104,7 +104,7 @@ async def pass_on(
     try:
         response, answer = await _exchange(handled, _url(handled.request, call), call)
     except ApiError as error:
-        await write(store, call.rollout_id, call.failed(error.code, error.message))
+        await write_spans(store, call.rollout_id, call.failed(error.code, error.message))
         raise
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reason = f"{call.route.role.served_by} did not respond ({type(error).__name__}: {error})"
@@ -112,7 +112,7 @@ async def pass_on(
         if isinstance(error, TimeoutError):
             reason = f"{call.route.role.served_by} did not respond within {call.limit_s:g} s"
             expected = f"raise {call.limit_setting}, or look at that server."
-        await write(store, call.rollout_id, call.failed("upstream_error", reason))
+        await write_spans(store, call.rollout_id, call.failed("upstream_error", reason))
         if isinstance(error, _Torn):
             raise
         raise ApiError(
@@ -120,9 +120,9 @@ async def pass_on(
         ) from error
     except (Exception, asyncio.CancelledError):
         words = "the client disconnected before the response was complete"
-        await write(store, call.rollout_id, call.failed("call_cancelled", words))
+        await write_spans(store, call.rollout_id, call.failed("call_cancelled", words))
         raise
-    await write(store, call.rollout_id, call.ended(answer, response.status))
+    await write_spans(store, call.rollout_id, call.ended(answer, response.status))
     await response.write_eof()  # now that the call is recorded
     return response
 

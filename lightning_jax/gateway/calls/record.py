@@ -35,7 +35,7 @@ class Unfit(ValueError):
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampledChoice:
     """One response to sample."""
 
     prompt_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class Call:
 
     call_id: str
     request: PolicyRequest
-    choices: tuple[Choice, ...]
+    choices: tuple[SampledChoice, ...]
     served_model: str
     rollout_id: str | None
     timeout_s: float | None
@@ -125,7 +125,7 @@ class Call:
             **self._identity(self.choices[0]),
         }
 
-    def _identity(self, choice: Choice) -> dict[str, Any]:
+    def _identity(self, choice: SampledChoice) -> dict[str, Any]:
         """Return the attributes that a call's span and the spans of its choices share."""
         return {
             attributes.ROLLOUT_ID: self.rollout_id,
@@ -137,7 +137,7 @@ class Call:
         }
 
 
-async def write(store: SpanSink | None, rollout_id: str | None, *spans: Span) -> None:
+async def write_spans(store: SpanSink | None, rollout_id: str | None, *spans: Span) -> None:
     """Return once the spans are stored. Raise ApiError if they cannot be written."""
     if store is None:
         return
@@ -186,7 +186,7 @@ def _server_error(
     return ApiError(status, code, message, retry_after_s=retry_after_s, infrastructure=True)
 
 
-def _response_attributes(choice: Choice, completion: Completion) -> dict[str, Any]:
+def _response_attributes(choice: SampledChoice, completion: Completion) -> dict[str, Any]:
     is_tempered = choice.sampling.temperature not in (0.0, 1.0)
     return {
         attributes.FORCED: completion.forced if any(completion.forced) else None,

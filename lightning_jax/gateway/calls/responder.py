@@ -19,10 +19,10 @@ from lightning_jax.gateway.calls.offload import Offload
 from lightning_jax.gateway.calls.record import (
     CONTEXT_LENGTH_EXCEEDED,
     Call,
-    Choice,
+    SampledChoice,
     Unfit,
     error_of,
-    write,
+    write_spans,
 )
 from lightning_jax.gateway.calls.routing import Route
 from lightning_jax.gateway.calls.sampling import sampling_params
@@ -31,7 +31,7 @@ from lightning_jax.gateway.errors import ApiError, invalid, to_api_error
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.prompt.grammar import check_size, grammar_of, guarantees_call, may_call
-from lightning_jax.gateway.prompt.render import Generated, Rendered, check_length, render
+from lightning_jax.gateway.prompt.render import Generated, Rendered, check_length, render_prompt
 from lightning_jax.gateway.prompt.tool_calls import PlainText, ToolCallParser
 from lightning_jax.gateway.prompt.tool_formats import ToolFormat, mark_ids, open_thought
 from lightning_jax.gateway.request import MAX_CHOICES, PolicyRequest
@@ -143,7 +143,7 @@ class Responder:
             call_id=request.id_prefix + token,
             request=request,
             choices=tuple(
-                Choice(prompt.token_ids, how) for prompt, how in zip(prompts, sampling, strict=True)
+                SampledChoice(prompt.token_ids, how) for prompt, how in zip(prompts, sampling, strict=True)
             ),
             served_model=self.served_model,
             rollout_id=rollout.settings.rollout_id if rollout else None,
@@ -208,7 +208,7 @@ class Responder:
             completions = await self._generate(call, writers, running, waits)
         except (Exception, asyncio.CancelledError) as error:
             failure = error_of(error, call)
-            await write(self.store, call.rollout_id, call.failed(error, failure))
+            await write_spans(self.store, call.rollout_id, call.failed(error, failure))
             if failure is None:
                 raise
             if rollout and failure.code == "call_timeout":
@@ -219,7 +219,7 @@ class Responder:
             if rest := parser.finish():
                 running.emit(builder.add(rest, None))
         malformed = sum(parser.malformed for parser, _ in writers)
-        await write(self.store, call.rollout_id, *call.ended(completions, malformed))
+        await write_spans(self.store, call.rollout_id, *call.ended(completions, malformed))
         if rollout:
             rollout.answered[call.call_id] = AnsweredCall(call.call_id, call.span, count)
         answers = tuple(
@@ -282,7 +282,7 @@ class Responder:
         finally:
             waits.remove(limits)
 
-    def _submit(self, choice: Choice, call: Call, limit: TimeLimit) -> Generation:
+    def _submit(self, choice: SampledChoice, call: Call, limit: TimeLimit) -> Generation:
         adapter, tenant = call.route.adapter, call.rollout_id
         try:
             return self.loop.submit(
@@ -308,7 +308,7 @@ class Responder:
         tools = [function.as_tool() for function in request.functions] or None
         memory = rollout.memory if rollout else None
         try:
-            rendered = render(
+            rendered = render_prompt(
                 request.messages,
                 tools,
                 self.tokenizer,

@@ -97,5 +97,5 @@ def _logit_biases(bias: Mapping[str, Any], most: int) -> tuple[tuple[int, float]
     return tuple((int(key), number or 0.0) for key, number in numbers.items())
 
 
-def _first(override: Any, asked: Any) -> Any:
-    return asked if override is None else override
+def _first(override: Any, value: Any) -> Any:
+    return value if override is None else override

@@ -68,10 +68,10 @@ def to_request(dialect: str, fields: Fields, sender: Sender, **more: Any) -> Pol
     """
     values = {**vars(fields), **more}
     names = PolicyRequest.__dataclass_fields__
-    known = {name: value for name in names if (value := values.get(name)) is not None}
-    model = known.setdefault("model", "")
+    common = {name: value for name in names if (value := values.get(name)) is not None}
+    model = common.setdefault("model", "")
     agent = agent_of(model, sender.accepted, sender.headers, values.get("metadata"))
-    return PolicyRequest(dialect=dialect, agent=agent, **known)
+    return PolicyRequest(dialect=dialect, agent=agent, **common)
 
 
 @dataclass(frozen=True)

@@ -119,17 +119,17 @@ def parse_chat(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeRe
 
 def parse_generate(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a generate body. Raise ApiError that names the first invalid field."""
-    asked = fields.read(GenerateBody, body)
-    if asked.raw and asked.system:
+    payload = fields.read(GenerateBody, body)
+    if payload.raw and payload.system:
         raise invalid(
             "system is set but raw is true; leave out one of them.", "system", reason="conflict"
         )
-    if asked.raw:
-        request = _request(asked, sender, prompts=(asked.prompt or "",))
+    if payload.raw:
+        request = _request(payload, sender, prompts=(payload.prompt or "",))
     else:
-        messages = [{"role": "system", "content": asked.system}] if asked.system else []
-        messages.append({"role": "user", "content": asked.prompt or ""})
-        request = _request(asked, sender, messages=tuple(messages))
+        messages = [{"role": "system", "content": payload.system}] if payload.system else []
+        messages.append({"role": "user", "content": payload.prompt or ""})
+        request = _request(payload, sender, messages=tuple(messages))
     return request, lambda context: OllamaReply(request, context, _generate_content)
 
 
@@ -266,8 +266,8 @@ def _running(body: fields.Body, sender: Sender) -> Any:
 
 
 def _show(body: fields.Body, sender: Sender) -> Any:
-    asked = fields.read(ShowBody, body)
-    check_model(asked.model or asked.name or "", sender.accepted)
+    payload = fields.read(ShowBody, body)
+    check_model(payload.model or payload.name or "", sender.accepted)
     shape = {"general.architecture": POLICY, f"{POLICY}.context_length": sender.max_len}
     return {"details": _DETAILS, "model_info": shape, "capabilities": ["completion", "tools"]}
 

@@ -160,11 +160,11 @@ class ChatReply(ChoicesReply):
         return TokenEntries(self.context.tokenizer, top, as_ids)
 
     def _token_fields(self, tokens: Any, entries: TokenEntries) -> dict[str, Any]:
-        shown = None
+        logprobs = None
         if self.request.logprobs:
-            shown = {"content": entries.write(tokens), "refusal": None}
+            logprobs = {"content": entries.write(tokens), "refusal": None}
         ids = {"token_ids": list(tokens.token_ids)} if self.request.return_token_ids else {}
-        return {"logprobs": shown, **ids}
+        return {"logprobs": logprobs, **ids}
 
 
 def _message(answer: Answer) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from io import BytesIO
 
 from aiohttp import web
 
-from lightning_jax.gateway.calls.offload import INLINE_BYTES, Turns, dump_json
+from lightning_jax.gateway.calls.offload import INLINE_BYTES, FairQueue, dump_json
 from lightning_jax.gateway.calls.proxy import ProxiedCall, pass_on
 from lightning_jax.gateway.calls.responder import Prepared, Responder
 from lightning_jax.gateway.calls.routing import Route, read_traits
@@ -52,7 +52,7 @@ class CallHandler:
         self._responders = responders
         self._reports = reports
         self._bodies = bodies
-        self._turns = Turns()
+        self._turns = FairQueue()
         self._has_noted_model = False
         self.working: set[asyncio.Task] = set()  # tasks of calls, which may outlive their requests
 
@@ -168,9 +168,9 @@ class CallHandler:
     def _start(self, call: HandledCall, route: Route, prepared: Prepared) -> RunningCall:
         """Return the running call that the request repeats, or start a new one."""
         rollout, headers = call.rollout, call.request.headers
-        if rollout and is_repetition(headers) and (found := rollout.calls.find(call.identity)):
+        if rollout and is_repetition(headers) and (running := rollout.calls.find(call.identity)):
             self._meters.count("joined_calls")
-            return found
+            return running
         self._routing.check(route)
         span = self._reports.begin(headers, rollout)
         running = self._responders[route.role.served_by].start(prepared, rollout, span, route)

@@ -229,16 +229,16 @@ def check_exposure(serve: ServeConfig) -> None:
 def is_exposed(host: str) -> bool:
     """Return whether other machines can reach a server that listens on this host."""
     try:
-        found = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):  # then listening fails, too
         return False
-    addresses = {str(address[0]).partition("%")[0] for *_, address in found}
+    addresses = {str(address[0]).partition("%")[0] for *_, address in infos}
     return not all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
-def is_key(given: str | None, key: str) -> bool:
+def is_key(candidate: str | None, key: str) -> bool:
     """Compare keys in constant time, so that response times reveal nothing of the right one."""
-    return hmac.compare_digest((given or "").encode(errors="replace"), key.encode())
+    return hmac.compare_digest((candidate or "").encode(errors="replace"), key.encode())
 
 
 def local_url(address: tuple) -> str:
@@ -264,9 +264,9 @@ _OUTSIDE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
 def _outgoing(wildcard: str) -> str:
     family = socket.AF_INET6 if ":" in wildcard else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as found:
-            found.connect((_OUTSIDE[wildcard], 9))  # sends nothing
-            return str(found.getsockname()[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((_OUTSIDE[wildcard], 9))  # sends nothing
+            return str(probe.getsockname()[0])
     except OSError:
         return "::1" if ":" in wildcard else "127.0.0.1"
 

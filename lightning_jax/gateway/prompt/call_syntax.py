@@ -24,17 +24,17 @@ def parse_calls(
     if form.pythonic and text.startswith("[") and (calls := _python_calls(text)):
         return calls
     decoder = json.JSONDecoder()
-    found: list[Any] = []
+    values: list[Any] = []
     while text:
         try:
             value, end = decoder.raw_decode(text)
         except (ValueError, RecursionError):
             return []
-        found += value if isinstance(value, list) else [value]
-        if needs_arguments and not all(_has_arguments(value) for value in found):
+        values += value if isinstance(value, list) else [value]
+        if needs_arguments and not all(_has_arguments(value) for value in values):
             return []
         text = text[end:].lstrip(" \n\r\t;,")
-    calls = [_call(value) for value in found]
+    calls = [_call(value) for value in values]
     return [call for call in calls if call] if all(calls) else []
 
 

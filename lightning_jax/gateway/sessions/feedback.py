@@ -188,8 +188,8 @@ class Reports:
 def _find_call(rollout: OpenRollout, call_id: str) -> AnsweredCall:
     answered = rollout.answered
     newest = next(reversed(answered), "")
-    if found := answered.get(newest if call_id == LAST else call_id):
-        return found
+    if call := answered.get(newest if call_id == LAST else call_id):
+        return call
     raise ApiError(
         404,
         "call_not_found",

@@ -310,11 +310,11 @@ class OpenRollouts:
 
     def activity(self) -> tuple[RolloutActivity, ...]:
         """Return the open rollouts, longest-running first."""
-        found = [
+        activities = [
             RolloutActivity(name, rollout.root.start_ns, len(rollout.in_flight), rollout.num_tokens)
             for name, rollout in self._by_id.items()
         ]
-        return tuple(sorted(found, key=lambda rollout: rollout.start_ns))
+        return tuple(sorted(activities, key=lambda rollout: rollout.start_ns))
 
     def close_all(self) -> None:
         for rollout_id in list(self._by_id):

@@ -126,11 +126,11 @@ class Owners:
 
         Return False if it is another rollout's, or if this rollout has MAX_TRACES already.
         """
-        found = self._by_trace.get(trace_id)
-        if found is None and len(owner.traces) <= MAX_TRACES:
+        holder = self._by_trace.get(trace_id)
+        if holder is None and len(owner.traces) <= MAX_TRACES:
             self._claim(owner, trace_id)
             return True
-        return found is owner
+        return holder is owner
 
     def _claim(self, owner: Owner, trace_id: str) -> None:
         self._by_trace[trace_id] = owner
@@ -146,8 +146,8 @@ class Owners:
             del self._by_id[owner.rollout_id]
 
 
-def _is_equal(given: str, secret: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="replace"), secret.encode())
+def _is_equal(candidate: str, secret: str) -> bool:
+    return hmac.compare_digest(candidate.encode(errors="replace"), secret.encode())
 
 
 def _digest(key: str) -> bytes:

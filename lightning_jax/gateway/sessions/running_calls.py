@@ -154,8 +154,8 @@ class RunningCalls:
         if self._failed[identity]:
             self._failed[identity] -= 1
             return None
-        known = [call for same, call in self._calls if same == identity and call.joinable()]
-        return next((call for call in known if call.given_up), known[-1] if known else None)
+        calls = [call for same, call in self._calls if same == identity and call.joinable()]
+        return next((call for call in calls if call.given_up), calls[-1] if calls else None)
 
     def add(self, identity: str, call: RunningCall) -> None:
         """Add the newest call of an identity. Forget old ones once no request may join them."""

@@ -46,18 +46,18 @@ def parse(body: Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
 
 
 def _request(body: Body, sender: Sender) -> PolicyRequest:
-    asked = read(GeminiBody, body)
-    check_unknown("gemini", asked.model_extra)
-    config = read(Config, asked.generation_config or {})
+    payload = read(GeminiBody, body)
+    check_unknown("gemini", payload.model_extra)
+    config = read(Config, payload.generation_config or {})
     check_unknown("gemini generationConfig", config.model_extra)
     return to_request(
         "gemini",
         config,
         sender,
         model=sender.path["model"],
-        messages=asked.messages(),
-        functions=asked.functions(),
-        tool_choice=asked.tool_choice(),
+        messages=payload.messages(),
+        functions=payload.functions(),
+        tool_choice=payload.tool_choice(),
         output_schema=config.output_schema(),
         num_choices=config.candidate_count,
         max_tokens=config.max_output_tokens,
