@@ -94,7 +94,6 @@ def run_new(arguments: argparse.Namespace) -> int:
 
 
 def _set_family(config: Path, family: str, levels: list[int]) -> None:
-    """Write a family and its levels into the settings of the template `gym`."""
     text = config.read_text()
     text = re.sub("family: .*", f"family: {family}", text)
     config.write_text(re.sub(r"levels: \[.*?\]", f"levels: {levels}", text))

@@ -173,7 +173,8 @@ def keep_compiled() -> None:
     Programs of any size are kept, so that a second start compiles nothing. The cache takes little
     space: SmolLM2's programs take 0.2 MB each.
     """
-    if _jax_setting("jax_compilation_cache_dir") is not None:
+    jax, name = sys.modules.get("jax"), "jax_compilation_cache_dir"
+    if (getattr(jax.config, name) if jax else os.environ.get(name.upper())) is not None:
         return
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "lightning_jax" / f"compiled-{_machine()}"
@@ -185,13 +186,8 @@ def keep_compiled() -> None:
     if not writable:
         log.info("%s is not writable; programs are compiled again at every start", folder)
         return
-    _set_in_jax("jax_compilation_cache_dir", str(folder))
+    _set_in_jax(name, str(folder))
     _set_in_jax("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def _jax_setting(name: str) -> str | None:
-    jax = sys.modules.get("jax")
-    return getattr(jax.config, name) if jax else os.environ.get(name.upper())
 
 
 def _set_in_jax(name: str, value: float | str) -> None:

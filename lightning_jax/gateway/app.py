@@ -331,7 +331,6 @@ async def _to_page(request: web.Request) -> web.Response:
 
 
 def _listings() -> dict[tuple[str, str], list[tuple[Dialect, Listing]]]:
-    """Return the listings of each method and path."""
     listings: dict[tuple[str, str], list[tuple[Dialect, Listing]]] = {}
     for dialect in DIALECTS:
         for listing in dialect.listings:

@@ -185,15 +185,18 @@ def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _model_entry(name: str, sender: Sender) -> dict[str, str | int]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "lightning_jax"}
-
-
 CHAT = Dialect(
     name="chat",
     paths=("/v1/chat/completions",),
     parse=parse,
     listings=model_listings(
-        "/v1/models", _model_entry, lambda entries: {"object": "list", "data": entries}
+        "/v1/models",
+        lambda name, sender: {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "lightning_jax",
+        },
+        lambda entries: {"object": "list", "data": entries},
     ),
 )

@@ -183,7 +183,6 @@ class CallHandler:
     async def _pass_on(
         self, call: HandledCall, route: Route, body: Body, num_bytes: int
     ) -> web.StreamResponse:
-        """Forward the call to the server that its role names."""
         request, rollout = call.request, call.rollout
         served_model, model_in_path = route.role.served_model, "model" in request.match_info
         if served_model and not model_in_path:

@@ -31,15 +31,14 @@ def parse_calls(
         except (ValueError, RecursionError):
             return []
         values += value if isinstance(value, list) else [value]
-        if needs_arguments and not all(_has_arguments(value) for value in values):
+        if needs_arguments and not all(
+            isinstance(value, dict) and {"arguments", "parameters"} & value.keys()
+            for value in values
+        ):
             return []
         text = text[end:].lstrip(" \n\r\t;,")
     calls = [_call(value) for value in values]
     return [call for call in calls if call] if all(calls) else []
-
-
-def _has_arguments(value: Any) -> bool:
-    return isinstance(value, dict) and bool({"arguments", "parameters"} & value.keys())
 
 
 def _call(value: Any) -> tuple[str, str] | None:

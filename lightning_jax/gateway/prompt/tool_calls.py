@@ -122,7 +122,7 @@ class ToolCallParser:
         if self._stream:
             yield from self._stream.push(text)[0]
         elif self._guaranteed:
-            if self._begin.startswith(text) or _TAIL.sub("", text) in ("", *_starts(self._end)):
+            if self._begin.startswith(text) or self._end.startswith(_TAIL.sub("", text)):
                 return  # part of the marks
             yield from self._text(self._lead + text)
         elif inside:  # the closing mark is missing, or stands in what looks like a string
@@ -307,10 +307,6 @@ class ToolCallParser:
 
 
 _TAIL = re.compile(r"^[\s,;\]]+")  # of a guaranteed call, before its closing mark
-
-
-def _starts(mark: str) -> Iterator[str]:
-    return (mark[:n] for n in range(1, len(mark) + 1))
 
 
 # Start of an answer that may be calls alone: a JSON object, also in a fenced block.

@@ -133,12 +133,14 @@ def _arguments_as_text(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    return message | {"tool_calls": [call | {"function": _as_text(call)} for call in calls]}
-
-
-def _as_text(call: Message) -> Message:
-    function = call["function"]
-    return function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    functions = [call["function"] for call in calls]
+    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    return message | {
+        "tool_calls": [
+            call | {"function": function | {"arguments": text}}
+            for call, function, text in zip(calls, functions, texts, strict=True)
+        ]
+    }
 
 
 def _results_of_the_user(messages: Iterable[Message]) -> Iterator[Message]:

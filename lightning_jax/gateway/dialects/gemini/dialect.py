@@ -74,7 +74,11 @@ class GeminiReply(Reply):
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         candidates = [
-            self._candidate(index, [*_text_parts(answer), *_call_parts(answer)], answer.completion)
+            self._candidate(
+                index,
+                [*([{"text": answer.text}] if answer.text else []), *_call_parts(answer)],
+                answer.completion,
+            )
             | {"finishReason": _finish_reason(answer)}
             for index, answer in enumerate(answers)
         ]
@@ -119,10 +123,6 @@ class GeminiReply(Reply):
 
 def _finish_reason(answer: Answer) -> str:
     return "MAX_TOKENS" if answer.finish_reason == "length" else "STOP"
-
-
-def _text_parts(answer: Answer) -> list[dict[str, Any]]:
-    return [{"text": answer.text}] if answer.text else []
 
 
 def _call_parts(answer: Answer) -> list[dict[str, Any]]:
