@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from lightning_jax.cli import main as command
+from lightning_jax.cli.main import COMMANDS, parser_of
 from lightning_jax.cli.reference import settings_page
 from lightning_jax.gateway.dialects import all as dialects
 from lightning_jax.gateway.dialects import anthropic, ollama, openai_chat, openai_completions
@@ -48,27 +48,22 @@ def pages() -> dict[str, str]:
 
 def command_line() -> str:
     """Return the page of all commands and their arguments."""
-    parser = command._parser()
-    (commands,) = (
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
-    helps = {action.dest: action.help for action in commands._choices_actions}
     text = "# Command line\n\n    lightning-jax COMMAND --help\n\n" + NOTE + "\n"
     text += _table(
         ("command", "what it does"),
-        [(f"[`{name}`](#lightning-jax-{name})", helps[name]) for name in commands.choices],
+        [(f"[`{name}`](#lightning-jax-{name})", line) for name, (*_, line) in COMMANDS.items()],
     )
-    for name, found in commands.choices.items():
-        formatter = found._get_formatter()
-        shown = [_flag(action) for action in found._actions if _is_shown(action)]
-        words = [word.strip("`") for word in shown]
+    for name in COMMANDS:
+        parser = parser_of(name)
+        formatter = parser._get_formatter()
+        words = [_flag(action).strip("`") for action in parser._actions if _is_shown(action)]
         text += (
             f"\n## `lightning-jax {name}`\n\n    {' '.join(['lightning-jax', name, *words])}\n\n"
         )
-        text += inspect.cleandoc(found.description or "") + "\n"
+        text += inspect.cleandoc(parser.description or "") + "\n"
         rows = [
             (_flag(action), formatter._expand_help(action) if action.help else "")
-            for action in found._actions
+            for action in parser._actions
             if not isinstance(action, argparse._HelpAction)
         ]
         text += "\n" + _table(("argument", "meaning"), rows) if rows else ""

@@ -3,11 +3,12 @@
 Nothing heavy is imported before the command runs.
 """
 
-import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from lightning_jax.cli.command import Command, argument
 from lightning_jax.errors import UserError
 from lightning_jax.schema import PathKind
 
@@ -15,37 +16,40 @@ if TYPE_CHECKING:
     from lightning_jax.train.config import Config
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    words = "words to search for, or: check FILE [key=value ...]"
-    parser.add_argument("words", metavar="WORD", nargs="*", help=words)
-
-
-def run_config(arguments: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ShowConfig(Command):
     """Print every setting of a run with its default, meaning, unit and the values that it allows.
 
     With a WORD, print the settings in whose key or meaning it occurs. `check FILE [key=value ...]`
     checks a file as `train` does before it starts, and prints the values that it derives.
     """
-    words: list[str] = arguments.words
-    if words[:1] == ["check"]:
-        if not words[1:]:
-            raise UserError("check needs a FILE; pass a config.", reason="missing", key="FILE")
-        _check(words[1:])
-        return 0
-    from lightning_jax.cli.reference import as_entry, find_settings, settings_page
 
-    if not words:
-        print(settings_page(), end="")
+    needs_jax: ClassVar[bool] = False
+    words: list[str] = argument(
+        "WORD", "words to search for, or: check FILE [key=value ...]", default_factory=list
+    )
+
+    def run(self) -> int:
+        words = self.words
+        if words[:1] == ["check"]:
+            if not words[1:]:
+                raise UserError("check needs a FILE; pass a config.", reason="missing", key="FILE")
+            _check(words[1:])
+            return 0
+        from lightning_jax.cli.reference import as_entry, find_settings, settings_page
+
+        if not words:
+            print(settings_page(), end="")
+            return 0
+        matches = find_settings(words)
+        if not matches:
+            raise UserError(
+                f"no setting's key or meaning has {' and '.join(map(repr, words))}; "
+                "lightning-jax config lists all.",
+                reason="not_found",
+            )
+        print("\n".join(map(as_entry, matches)))
         return 0
-    matches = find_settings(words)
-    if not matches:
-        raise UserError(
-            f"no setting's key or meaning has {' and '.join(map(repr, words))}; "
-            "lightning-jax config lists all.",
-            reason="not_found",
-        )
-    print("\n".join(map(as_entry, matches)))
-    return 0
 
 
 def _check(argv: list[str]) -> None:

@@ -8,10 +8,11 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from lightning_jax.cli.command import Command, argument, flag
 from lightning_jax.cli.runtime import installed_version
 from lightning_jax.environments.gym import usable_levels
 from lightning_jax.errors import UserError
@@ -33,64 +34,64 @@ NEEDED = {"langgraph": ("langgraph", "langchain-openai"), "gym": ("reasoning-gym
 class _ListAction(argparse.Action):
     """Flag that prints the templates and ends the command, as --help does."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *others: Any) -> None:
         for name, text in TEMPLATES.items():
             print(f"{name:<10} {text}")
         parser.exit()
 
 
-def add_new(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="what to make")
-    template = "example to start from (default: %(default)s)"
-    parser.add_argument("--template", choices=TEMPLATES, default="dates", help=template)
-    family = "task family of reasoning-gym, such as chain_sum, with the template gym"
-    parser.add_argument("--gym", metavar="NAME", help=family)
-    parser.add_argument("--list", nargs=0, action=_ListAction, help="list the templates and exit")
-
-
-def run_new(arguments: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class New(Command):
     """Create a directory with an example agent, tasks and settings to edit."""
-    folder = arguments.folder
-    if folder.exists():
-        raise UserError(
-            f"{folder} already exists; pass a new directory.", reason="exists", key="DIR"
-        )
-    template = "gym" if arguments.gym else arguments.template
-    levels = usable_levels(arguments.gym) if arguments.gym else []
-    if arguments.gym and not levels:
-        raise UserError(
-            f"{arguments.gym} makes no tasks at its first levels; choose another family.",
-            reason="unusable",
-            key=arguments.gym,
-        )
-    source = STARTER / template
-    try:
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be created ({error}); pass another path.",
-            reason="not_created",
-            key="DIR",
-        ) from error
-    if arguments.gym:
-        _set_family(folder / "config.yaml", arguments.gym, levels)
-    for path in sorted(folder.iterdir()):
-        print(path)
-    program = shutil.which("lightning-jax")  # None if the command is not on PATH
-    command = "lightning-jax" if program else f"{shlex.quote(sys.executable)} -m lightning_jax"
-    needed = NEEDED.get(template, ())
-    missing = [name for name in needed if installed_version(name) is None]
-    print(f"\ncd {shlex.quote(str(folder))}")
-    if missing:
-        print(f"pip install {shlex.join(missing)}   # not installed here; the agent imports them")
-    print(f"{command} try     # the agent once: calls, tokens, reward\n{command} train")
-    return 0
+
+    needs_jax: ClassVar[bool] = False
+    folder: Path = argument("DIR", "what to make")
+    template: str = flag(
+        "example to start from (default: %(default)s)", default="dates", choices=tuple(TEMPLATES)
+    )
+    gym: str | None = flag(
+        "task family of reasoning-gym, such as chain_sum, with the template gym", "NAME"
+    )
+    show_list: None = flag(
+        "list the templates and exit", name="--list", nargs=0, action=_ListAction
+    )
+
+    def run(self) -> int:
+        folder = self.folder
+        if folder.exists():
+            raise UserError(
+                f"{folder} already exists; pass a new directory.", reason="exists", key="DIR"
+            )
+        template = "gym" if self.gym else self.template
+        levels = usable_levels(self.gym) if self.gym else []
+        if self.gym and not levels:
+            raise UserError(
+                f"{self.gym} makes no tasks at its first levels; choose another family.",
+                reason="unusable",
+                key=self.gym,
+            )
+        source = STARTER / template
+        try:
+            shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        except OSError as error:
+            raise UserError(
+                f"{folder} cannot be created ({error}); pass another path.",
+                reason="not_created",
+                key="DIR",
+            ) from error
+        if self.gym:
+            _set_family(folder / "config.yaml", self.gym, levels)
+        for path in sorted(folder.iterdir()):
+            print(path)
+        program = shutil.which("lightning-jax")  # None if the command is not on PATH
+        command = "lightning-jax" if program else f"{shlex.quote(sys.executable)} -m lightning_jax"
+        needed = NEEDED.get(template, ())
+        missing = [name for name in needed if installed_version(name) is None]
+        print(f"\ncd {shlex.quote(str(folder))}")
+        if missing:
+            print(f"pip install {shlex.join(missing)}   # not installed here; the agent imports them")
+        print(f"{command} try     # the agent once: calls, tokens, reward\n{command} train")
+        return 0
 
 
 def _set_family(config: Path, family: str, levels: list[int]) -> None:

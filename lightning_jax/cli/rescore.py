@@ -1,6 +1,5 @@
 """`lightning-jax rescore`: rewards of a run's stored rollouts by other components."""
 
-import argparse
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -66,11 +65,14 @@ def train_rescored(
     run_dir: Path,
     config: Config,
     scored: tuple[Config, list[list[Pair]]],
-    arguments: argparse.Namespace,
+    *,
+    phase: str,
+    num_steps: int | None,
+    start: str,
 ) -> None:
     """Train on the rescored rollouts, and print what came out.
 
-    `arguments` has `phase`, `steps` and `start`. Raises UserError if nothing can be learned.
+    Raises UserError if nothing can be learned.
     """
     from lightning_jax.train.offline import learn_from_rewards
 
@@ -80,9 +82,9 @@ def train_rescored(
         run_dir,
         config,
         {rollout.rollout_id: rollout for rollout in rollouts},
-        phase=arguments.phase,
-        num_steps=arguments.steps,
-        start=arguments.start,
+        phase=phase,
+        num_steps=num_steps,
+        start=start,
     )
     updates = sum(row.get("train/num_updates", 0.0) for row in rows)
     if not updates:

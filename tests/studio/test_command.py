@@ -13,9 +13,9 @@ import pytest
 from view_records import add, conversation, make_run, rollout
 
 from lightning_jax.cli.main import main
+from lightning_jax.cli.runs import View
 from lightning_jax.errors import UserError
 from lightning_jax.settings import load_config, save_config
-from lightning_jax.studio.command import show
 from lightning_jax.studio.load import EVALUATION, open_run
 from lightning_jax.traces._sqlite import StoreError
 from lightning_jax.traces.config import RewardRule, RoleConfig
@@ -43,9 +43,8 @@ def _fails(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1
 
 def _refused(run: Path, rollout_id: str | None = None, **settings: Any) -> tuple[str, str | None]:
     """Why there is nothing to show, and what is concerned."""
-    flags = {"phase": None, "step": None, "limit": 9, "chars": 99, "html": None} | settings
     with pytest.raises(UserError) as caught:
-        show(run, rollout_id, **flags)
+        View(run_dir=run, rollout_id=rollout_id, **settings).run()
     return caught.value.reason, caught.value.key
 
 
