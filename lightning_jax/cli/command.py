@@ -26,8 +26,8 @@ Port = Annotated[int, Ge(0), Le(65535)]
 _MISSPELLED = re.compile(r"invalid choice: '(\S*?)'|unrecognized arguments: (--[\w-]+)")
 
 
-class UsageError(Exception):
-    """Error of arguments that do not fit together. The message is a sentence without its stop."""
+class UsageError(UserError):
+    """Error of arguments that do not fit together."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -116,7 +116,7 @@ class SettingsCommand(Command):
         If the command line names no file, the config.yaml in `folder`, if there is one, comes
         first. Raises UserError if nothing is left.
         """
-        layers = [self.config] * (self.config is not None) + self.settings
+        layers = [*([] if self.config is None else [self.config]), *self.settings]
         has_file = any("=" not in layer or Path(layer).is_file() for layer in layers)
         default = folder / "config.yaml"
         if not has_file and default.is_file():

@@ -60,10 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = command.run()
         sys.stdout.flush()
         return code
-    except UsageError as error:
-        return _fail(f"error: {error}; see lightning-jax {_name_of(command)} --help", 2)
     except UserError as error:
-        return _fail(f"error: {error}", 1)
+        return _fail(f"error: {error}", 2 if isinstance(error, UsageError) else 1)
     except OSError as error:
         if is_closed_output(error):
             return 128 + signal.SIGPIPE
@@ -75,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"error: {sentence}", 1)
     except KeyboardInterrupt:
-        _fail(STOPPED if _name_of(command) == "train" else "stopped", 130)
+        _fail(STOPPED if isinstance(command, command_of("train")) else "stopped", 130)
         # After an interrupted compilation, JAX crashes at interpreter exit.
         os._exit(130)
 
@@ -108,10 +106,6 @@ def command_of(name: str) -> type[Command]:
     """Import a command."""
     module, attribute, _ = COMMANDS[name]
     return getattr(import_module(f"lightning_jax.cli.{module}"), attribute)
-
-
-def _name_of(command: Command) -> str:
-    return next(name for name in COMMANDS if command_of(name) is type(command))
 
 
 def _fail(message: str, code: int) -> int:

@@ -89,7 +89,9 @@ class New(Command):
         missing = [name for name in needed if installed_version(name) is None]
         print(f"\ncd {shlex.quote(str(folder))}")
         if missing:
-            print(f"pip install {shlex.join(missing)}   # not installed here; the agent imports them")
+            print(
+                f"pip install {shlex.join(missing)}   # not installed here; the agent imports them"
+            )
         print(f"{command} try     # the agent once: calls, tokens, reward\n{command} train")
         return 0
 

@@ -1,4 +1,4 @@
-"""Arguments of the commands that run an agent without training it: `lightning-jax try` and `eval`."""
+"""Arguments of `lightning-jax try` and `eval`, whose calls any policy may answer."""
 
 import os
 from dataclasses import dataclass

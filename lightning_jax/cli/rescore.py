@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 from rich.console import Console
 
@@ -68,7 +69,7 @@ def train_rescored(
     *,
     phase: str,
     num_steps: int | None,
-    start: str,
+    start: Literal["policy", "model"],
 ) -> None:
     """Train on the rescored rollouts, and print what came out.
 

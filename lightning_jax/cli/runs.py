@@ -45,7 +45,11 @@ class View(Command):
         from lightning_jax.studio.terminal import render_rollout, render_run
 
         if self.rollout_id and (self.phase or self.step is not None):
-            raise UsageError("--phase and --step cannot be combined with a rollout")
+            raise UsageError(
+                "--phase and --step cannot be combined with a rollout; drop one of them.",
+                reason="conflict",
+                key="ROLLOUT",
+            )
         self._check_page()
         console = Console(highlight=False)
         with open_run(self.run_dir) as reader:
@@ -195,9 +199,7 @@ class Rescore(Command):
     phase: Literal["train", "eval"] = flag(
         "rollouts to score: train or eval (default: %(default)s)", default="train"
     )
-    limit: AtLeastOne | None = flag(
-        "maximum number of groups, evenly spaced (default: all)", "N"
-    )
+    limit: AtLeastOne | None = flag("maximum number of groups, evenly spaced (default: all)", "N")
     train: bool = flag(
         "then train on these rollouts with the new rewards, in a run directory of its own",
         default=False,
@@ -207,9 +209,7 @@ class Rescore(Command):
         "with --train: settings that differ from the run's, such as run_dir and algorithm.*",
         default_factory=list,
     )
-    steps: AtLeastOne | None = flag(
-        "with --train: number of steps (default: each group once)", "N"
-    )
+    steps: AtLeastOne | None = flag("with --train: number of steps (default: each group once)", "N")
     start: Literal["policy", "model"] = flag(
         "with --train: start from the run's policy or from the model it began with (%(default)s)",
         default="model",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_jax.cli.command import Command, UsageError, flag
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.errors import UserError
+from lightning_jax.errors import InvalidValue, UserError
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.names import local_path
 from lightning_jax.schema import Count, NonNegative, Section, require
@@ -105,8 +105,8 @@ class Serve(Command):
     def run(self) -> int:
         try:
             config = self._config()
-        except ValueError as error:
-            raise UsageError(str(error).rstrip(".")) from error
+        except InvalidValue as error:
+            raise UsageError(str(error), reason=error.reason, key=error.key) from error
 
         def announce(gateway: "Gateway") -> None:
             key = "" if self.api_key else f" with API key {gateway.api_key}"

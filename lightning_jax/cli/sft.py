@@ -62,7 +62,10 @@ class Sft(Command):
         condition = parse_condition(self.where)
         config = settings_of_new_run(source, "-sft", self.settings)
 
-        from lightning_jax.train.sft import Choice, learn_from_attempts  # imports JAX, after the checks
+        from lightning_jax.train.sft import (  # imports JAX, after the checks
+            Choice,
+            learn_from_attempts,
+        )
 
         rescored = None
         if self.rewards is not None:

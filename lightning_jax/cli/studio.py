@@ -43,7 +43,9 @@ class Studio(Command):
         from lightning_jax.studio.live.server import serve_until_stopped
 
         if self.key is not None and self.no_key:
-            raise UsageError("--key and --no-key are both set; drop one of them")
+            raise UsageError(
+                "--key and --no-key are both set; drop one of them.", reason="conflict", key="--key"
+            )
         catalog = Catalog(self.runs or [Path("runs")])
         key = self.key or os.environ.get(KEY) or secrets.token_urlsafe(24)
         key = None if self.no_key else key

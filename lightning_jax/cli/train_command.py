@@ -43,9 +43,7 @@ class Train(SettingsCommand):
 
             from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
 
-            return train_and_report(
-                fixed, *tasks, has_page=self.studio, label=Path(config.run_dir)
-            )
+            return train_and_report(fixed, *tasks, has_page=self.studio, label=Path(config.run_dir))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,11 @@ class Plan(SettingsCommand):
         from lightning_jax.train.config import Config
 
         if self.devices is not None and self.target is not None:
-            raise UsageError("--devices and --target are both set; choose one")
+            raise UsageError(
+                "--devices and --target are both set; choose one.",
+                reason="conflict",
+                key="--target",
+            )
         config = load_config(Config, self.layers())
         check_model(config)
 

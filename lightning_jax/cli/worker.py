@@ -24,13 +24,9 @@ class Worker(SettingsCommand):
     """
 
     needs_jax: ClassVar[bool] = False
-    server: str = flag(
-        "URL of the run's server, such as http://trainer:8000", "URL", required=True
-    )
+    server: str = flag("URL of the run's server, such as http://trainer:8000", "URL", required=True)
     key: str | None = flag(f"the run's serve.api_key (default: ${KEY})")
-    concurrency: AtLeastOne | None = flag(
-        "rollouts at once (default: rollout.concurrency)", "N"
-    )
+    concurrency: AtLeastOne | None = flag("rollouts at once (default: rollout.concurrency)", "N")
 
     def run(self) -> int:
         from lightning_jax.rollouts.fingerprint import fingerprint

@@ -9,7 +9,12 @@ from templates import TEMPLATES, tokenizer_with
 
 from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
-from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, Rendered, render_prompt
+from lightning_jax.gateway.prompt.render import (
+    ConversationMemory,
+    Generated,
+    Rendered,
+    render_prompt,
+)
 from lightning_jax.gateway.prompt.tool_calls import ToolCallParser
 from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of
 from lightning_jax.models.tokenizer import Tokenizer

@@ -6,11 +6,11 @@ import pytest
 
 from lightning_jax.rl.losses.policy import LENGTHS
 from lightning_jax.train.curves import (
-    describe,
     INTERNALS,
     MAX_AGENT_PANELS,
     RESULTS,
     SAMPLED_PER_S,
+    describe,
     panels_of,
     plot_curves,
     smoothed,

@@ -143,7 +143,8 @@ class Responder:
             call_id=request.id_prefix + token,
             request=request,
             choices=tuple(
-                SampledChoice(prompt.token_ids, how) for prompt, how in zip(prompts, sampling, strict=True)
+                SampledChoice(prompt.token_ids, how)
+                for prompt, how in zip(prompts, sampling, strict=True)
             ),
             served_model=self.served_model,
             rollout_id=rollout.settings.rollout_id if rollout else None,

@@ -213,8 +213,13 @@ def test_objects_are_closed_where_that_is_safe() -> None:
     point = {"type": "object", "properties": {"x": {"type": "integer"}}}
     shut = point | {"additionalProperties": False}
     assert closed_schema(point) == shut
-    assert closed_schema({"$defs": {"p": point}, "items": point}) == {"$defs": {"p": shut}, "items": shut}
-    assert closed_schema({"anyOf": [point, {"type": "null"}]}) == {"anyOf": [shut, {"type": "null"}]}
+    assert closed_schema({"$defs": {"p": point}, "items": point}) == {
+        "$defs": {"p": shut},
+        "items": shut,
+    }
+    assert closed_schema({"anyOf": [point, {"type": "null"}]}) == {
+        "anyOf": [shut, {"type": "null"}]
+    }
     for schema in (
         {"allOf": [point, {"properties": {"y": {}}}]},
         point | {"additionalProperties": True},

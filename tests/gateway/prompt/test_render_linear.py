@@ -12,7 +12,12 @@ from templates import TEMPLATES, tokenizer_with
 
 from lightning_jax.gateway.prompt import render as module
 from lightning_jax.gateway.prompt.messages import normalize_message, normalize_messages
-from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, Rendered, render_prompt
+from lightning_jax.gateway.prompt.render import (
+    ConversationMemory,
+    Generated,
+    Rendered,
+    render_prompt,
+)
 from lightning_jax.gateway.prompt.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.testing.tiny import tiny_tokenizer
