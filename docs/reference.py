@@ -168,7 +168,7 @@ def failures() -> str:
 
 def troubleshooting() -> str:
     """Return the page of what to do if a run does not learn, with where its rows come from."""
-    signs = yaml.safe_load((PACKAGE / "cli/troubleshooting.yaml").read_text())
+    signs = yaml.safe_load((PACKAGE / "cli/commands/troubleshooting.yaml").read_text())
     text = (
         f"# {signs['title']}\n\n{signs['introduction']} "
         "[Metrics](../reference/metrics.md) explains the names.\n"

@@ -27,19 +27,19 @@ from lightning_jax.system.text import with_marked_lines
 COMMANDS = {
     "new": ("new", "New", "create a directory with an example agent and tasks"),
     "try": ("without_training", "Try", "run the agent on one task and show the rollout"),
-    "train": ("train_command", "Train", "train an agent on your own tasks"),
+    "train": ("train", "Train", "train an agent on your own tasks"),
     "eval": ("without_training", "Eval", "score a policy on tasks without training"),
     "worker": ("worker", "Worker", "run the agent for a run on another machine"),
-    "serve": ("serve_command", "Serve", "serve a model over OpenAI's API and others"),
+    "serve": ("serve", "Serve", "serve a model over OpenAI's API and others"),
     "verify": ("runs", "Verify", "check a run's log-probs against its weights"),
     "view": ("runs", "View", "show a run's rollouts, or the timeline of one"),
     "studio": ("studio", "Studio", "serve a page that shows runs as they train"),
     "runs": ("runs", "Runs", "list runs with status, rewards and failures"),
     "compare": ("runs", "Compare", "compare runs: settings, curves, tasks won and lost"),
-    "plan": ("train_command", "Plan", "report the memory that a run needs on each device"),
+    "plan": ("train", "Plan", "report the memory that a run needs on each device"),
     "sft": ("sft", "Sft", "train on the best attempts of a run"),
     "rescore": ("runs", "Rescore", "score a run's rollouts by other rewards"),
-    "config": ("config_command", "ShowConfig", "print, search or check settings of a run"),
+    "config": ("config", "ShowConfig", "print, search or check settings of a run"),
     "help": ("troubleshooting", "Help", "show the help of a command, or what to do about a run"),
 }
 
@@ -105,7 +105,7 @@ def parser_of(name: str) -> Parser:
 def command_of(name: str) -> type[Command]:
     """Import a command."""
     module, attribute, _ = COMMANDS[name]
-    return getattr(import_module(f"lightning_jax.cli.{module}"), attribute)
+    return getattr(import_module(f"lightning_jax.cli.commands.{module}"), attribute)
 
 
 def _fail(message: str, code: int) -> int:

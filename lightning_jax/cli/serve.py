@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import jax
 
-from lightning_jax.cli.serve_command import ServerConfig
+from lightning_jax.cli.config import ServerConfig
 from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http.server import check_address

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from view_records import add, conversation, make_run, rollout
 
+from lightning_jax.cli.commands.runs import View
 from lightning_jax.cli.main import main
-from lightning_jax.cli.runs import View
 from lightning_jax.errors import UserError
 from lightning_jax.settings import load_config, save_config
 from lightning_jax.studio.load import EVALUATION, open_run

@@ -20,8 +20,8 @@ from aiohttp import ClientResponse, ClientSession
 from chromium import CHROMIUM, open_browser
 from live_page import live
 
+from lightning_jax.cli.commands.studio import Studio
 from lightning_jax.cli.main import main
-from lightning_jax.cli.studio import Studio
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.calls.remote import RemoteEngine

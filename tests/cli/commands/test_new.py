@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_jax.cli.commands.new import NEEDED, STARTER, TEMPLATES
 from lightning_jax.cli.main import main
-from lightning_jax.cli.new import NEEDED, STARTER, TEMPLATES
 from lightning_jax.settings import load_config
 from lightning_jax.testing.tiny import TINY_RUN
 from lightning_jax.traces.store import Store
@@ -77,5 +77,5 @@ def test_missing_packages_of_a_template_are_named(
     ("page", "template"), [("langgraph", "langgraph"), ("planner_and_worker", "roles")]
 )
 def test_page_shows_the_agent_of_the_template(page: str, template: str) -> None:
-    text = (Path(__file__).parents[2] / f"docs/frameworks/{page}.md").read_text()
+    text = (Path(__file__).parents[3] / f"docs/frameworks/{page}.md").read_text()
     assert f"```python\n{(STARTER / template / 'agent.py').read_text()}```" in text

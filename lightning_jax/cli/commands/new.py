@@ -17,7 +17,7 @@ from lightning_jax.cli.runtime import installed_version
 from lightning_jax.environments.gym import usable_levels
 from lightning_jax.errors import UserError
 
-STARTER = Path(__file__).parent / "starter"  # has a folder for each template
+STARTER = Path(__file__).parents[1] / "starter"  # has a folder for each template
 
 TEMPLATES = {
     "dates": "one call of the openai client; writes dates as YYYY-MM-DD",
