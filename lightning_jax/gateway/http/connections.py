@@ -19,11 +19,10 @@ from typing import Any
 from aiohttp import web
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.system.descriptors import is_exhausted, number_free
+from lightning_jax.gateway.http.server_log import ExhaustionLog, NowAndThen
+from lightning_jax.system.descriptors import number_free
 
 log = logging.getLogger(__name__)
-
-WARN_EVERY_S = 10.0
 
 Handler = Callable[[web.Request], Any]
 
@@ -62,7 +61,7 @@ class Connections:
             )
         # By transport, in the order in which they came to their states.
         self._open: OrderedDict[Any, Connection] = OrderedDict()
-        self._warned_at = 0.0
+        self._warnings = NowAndThen()
         self.num_evicted = self.num_refused = 0
 
     def __call__(self) -> asyncio.Protocol:
@@ -133,8 +132,7 @@ class Connections:
     def _warn(self, evicted: bool) -> None:
         self.num_evicted += evicted
         self.num_refused += not evicted
-        if time.monotonic() - self._warned_at > WARN_EVERY_S:
-            self._warned_at = time.monotonic()
+        if self._warnings.are_due():
             log.warning(
                 "%d connections are open, which is the limit; closed %d idle and %d new ones so "
                 "far. If these are your agents', raise serve.max_connections (%d) or `ulimit -n`.",
@@ -241,40 +239,6 @@ class GuardedRunner(web.AppRunner):
         while True:
             await asyncio.sleep(min(1.0, shortest / 4))
             self.connections.sweep()
-
-
-class ExhaustionLog:
-    """Exception handler of an event loop that reports exhausted file descriptors only now and then.
-
-    asyncio would report every failed accept. All other errors go to the previous handler.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._before = loop, loop.get_exception_handler()
-        self.num_failed, self._warned_at = 0, 0.0
-        loop.set_exception_handler(self)
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not (isinstance(error, OSError) and is_exhausted(error)):
-            if self._before is None:
-                loop.default_exception_handler(context)
-            else:
-                self._before(loop, context)
-            return
-        self.num_failed += 1
-        if time.monotonic() - self._warned_at > WARN_EVERY_S:
-            self._warned_at = time.monotonic()
-            log.warning(
-                "out of file descriptors; new connections wait (%d tries so far): %s. Raise "
-                "`ulimit -Hn`, or lower rollout.concurrency or serve.max_connections.",
-                *(self.num_failed, error),
-                extra={"event": "no_descriptors", "num_failed": self.num_failed},
-            )
-
-    def close(self) -> None:
-        """Restore the event loop's previous handler."""
-        self._loop.set_exception_handler(self._before)
 
 
 def _too_slow(limit_s: float) -> bytes:

@@ -14,8 +14,9 @@ from aiohttp import ClientConnectionError, ClientSession, web
 from gateway_bench import Bench, MakeBench
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.gateway.http.connections import ExhaustionLog, number_that_fits
+from lightning_jax.gateway.http.connections import number_that_fits
 from lightning_jax.gateway.http.server import MAX_ACCEPTED, listen, reachable_url
+from lightning_jax.gateway.http.server_log import ExhaustionLog
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system import descriptors
 from lightning_jax.train.config import Config
