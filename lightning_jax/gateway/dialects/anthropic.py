@@ -176,10 +176,6 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     return request, lambda context: MessagesReply(request, context)
 
 
-def _count_tokens(body: fields.Body, sender: Sender) -> Any:
-    return {"input_tokens": sender.count_tokens(_request(body, sender))}
-
-
 def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
     payload = fields.read(MessagesBody, body)
     check_unknown("anthropic", payload.model_extra, _IGNORED)
@@ -339,7 +335,11 @@ ANTHROPIC = Dialect(
     parse=parse,
     framing=SSE,
     listings=(
-        Listing("POST", "/v1/messages/count_tokens", _count_tokens),
+        Listing(
+            "POST",
+            "/v1/messages/count_tokens",
+            lambda body, sender: {"input_tokens": sender.count_tokens(_request(body, sender))},
+        ),
         *model_listings("/v1/models", _model_entry, _models, "anthropic-version"),
     ),
     error=_error,

@@ -272,10 +272,6 @@ def _show(body: fields.Body, sender: Sender) -> Any:
     return {"details": _DETAILS, "model_info": shape, "capabilities": ["completion", "tools"]}
 
 
-def _version(body: fields.Body, sender: Sender) -> Any:
-    return {"version": _VERSION}
-
-
 # Details of a weights file, which the policy does not have.
 _DETAILS: Mapping[str, Any] = {
     "parent_model": "",
@@ -307,7 +303,7 @@ OLLAMA_CHAT = Dialect(
         Listing("GET", "/api/tags", _tags),
         Listing("GET", "/api/ps", _running),
         Listing("POST", "/api/show", _show),
-        Listing("GET", "/api/version", _version),
+        Listing("GET", "/api/version", lambda body, sender: {"version": _VERSION}),
     ),
     error=_error,
     error_event=_error_event,

@@ -1,7 +1,7 @@
 """Grammars for required outputs: a tool call, or an answer that follows a JSON schema."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_jax.engine.grammar import grammar, json_schema, literal, one_of, repeat, sequence
@@ -102,13 +102,8 @@ def _calls(request: PolicyRequest, form: ToolFormat, tokenizer: Tokenizer) -> st
 
 def _call(function: Function, form: ToolFormat) -> str:
     head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
-    return sequence(literal(head), json_schema(_parameters(function)), literal("}"))
-
-
-def _parameters(function: Function) -> Mapping[str, Any]:
-    """Return the schema of the arguments, which are always an object."""
-    schema = function.parameters or {}
-    return closed_schema(schema if schema.get("type") == "object" else {**schema, "type": "object"})
+    schema = {**(function.parameters or {}), "type": "object"}  # as arguments always are
+    return sequence(literal(head), json_schema(closed_schema(schema)), literal("}"))
 
 
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties")

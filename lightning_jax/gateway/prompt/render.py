@@ -108,7 +108,11 @@ def _fingerprint(message: Message) -> str:
     text = without_thought(whole).strip() or whole.strip()
     if not calls:
         return (text or whole) and "text:" + text
-    parts = [[call.get("id"), _one_spelling(_plain_call(call))] for call in calls]
+    functions = [call["function"] for call in calls]
+    parts = [
+        [call.get("id"), _one_spelling((function["name"], function["arguments"] or {}))]
+        for call, function in zip(calls, functions, strict=True)
+    ]
     return "calls:" + json.dumps([text, parts], sort_keys=True)
 
 
@@ -126,11 +130,6 @@ def _one_spelling(value: Any) -> Any:
 def _without_call_ids(message: Message) -> Message:
     calls = message.get("tool_calls")
     return message | {"tool_calls": [c | {"id": None} for c in calls]} if calls else message
-
-
-def _plain_call(call: Mapping[str, Any]) -> tuple[str, Any]:
-    function = call["function"]
-    return function["name"], function["arguments"] or {}
 
 
 @dataclass(frozen=True)

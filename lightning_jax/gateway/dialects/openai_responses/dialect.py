@@ -144,7 +144,11 @@ def _settings(payload: ResponsesBody, request: PolicyRequest, tool_choice: Any) 
         "temperature": request.temperature,
         "text": {"format": _format_shown(payload.text and payload.text.format)},
         "tool_choice": "auto" if tool_choice is None else tool_choice,
-        "tools": [_tool_shown(tool) for tool in payload.tools or ()],
+        "tools": [
+            tool.model_dump(include={"type", "name", "description", "parameters"})
+            | {"strict": bool(tool.strict)}
+            for tool in payload.tools or ()
+        ],
         "top_logprobs": request.top_logprobs,
         "top_p": request.top_p,
         "truncation": payload.truncation or "disabled",
@@ -161,11 +165,6 @@ def _format_shown(form: Format | None) -> dict[str, Any]:
         "schema": form.schema_,
         "strict": bool(form.strict),
     }
-
-
-def _tool_shown(tool: ResponsesTool) -> dict[str, Any]:
-    description = tool.model_dump(include={"type", "name", "description", "parameters"})
-    return description | {"strict": bool(tool.strict)}
 
 
 def _previous(response_id: str | None, sender: Sender) -> tuple[Message, ...]:
