@@ -7,7 +7,7 @@ from typing import Any
 from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.placing import Kind, last_line, place, result, wait_to_end
 from lightning_jax.cluster.worker_actor import WorkerActor
-from lightning_jax.gateway.leases import LeaseQueue
+from lightning_jax.gateway.sessions.leases import LeaseQueue
 from lightning_jax.rollouts.local_workers import unusable
 from lightning_jax.settings import ConfigError
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_jax.gateway.pauses import Pauses
-from lightning_jax.gateway.waits import Lost
+from lightning_jax.gateway.sessions.waits import Lost
 
 TICK_S = 0.5  # in which a stall is noticed, and a lost server
 MAX_WAITS = 10  # times the limit of a rollout that it may lose to waiting in all

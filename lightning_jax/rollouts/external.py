@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.external_routes import EndFields
-from lightning_jax.gateway.feedback import check_size
+from lightning_jax.gateway.http.external_routes import EndFields
+from lightning_jax.gateway.sessions.feedback import check_size
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import (
     MAX_DETAIL,

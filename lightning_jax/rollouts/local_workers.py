@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.leases import LeaseQueue
+from lightning_jax.gateway.sessions.leases import LeaseQueue
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.rollouts.fingerprint import fingerprint
 from lightning_jax.rollouts.workers import Workers

@@ -25,8 +25,8 @@ from typing import Any
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
-from lightning_jax.gateway.sessions import derive_seed
-from lightning_jax.gateway.waits import Lost
+from lightning_jax.gateway.sessions.open_rollouts import derive_seed
+from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
 from lightning_jax.rollouts.config import MEASURING, RolloutConfig
 from lightning_jax.rollouts.deadlines import DeadlineClock, is_starved

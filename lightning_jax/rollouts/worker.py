@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from lightning_jax.errors import UserError
-from lightning_jax.gateway.lease_protocol import VERSION, beat_s
+from lightning_jax.gateway.sessions.lease_protocol import VERSION, beat_s
 from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
 from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.rollouts.event_loop import isolate_agent

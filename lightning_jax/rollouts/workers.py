@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_jax.gateway.lease_report import LOST, SILENT, Report
-from lightning_jax.gateway.leases import LeaseLost, LeaseQueue, WaitingWorker
+from lightning_jax.gateway.sessions.lease_report import LOST, SILENT, Report
+from lightning_jax.gateway.sessions.leases import LeaseLost, LeaseQueue, WaitingWorker
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.leased_work import KINDS, LeasedWork, existing_paths
 from lightning_jax.rollouts.outcome import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, TypeVar
 
-from lightning_jax.gateway.sessions import derive_seed
+from lightning_jax.gateway.sessions.open_rollouts import derive_seed
 from lightning_jax.rollouts.chat import ChatCounts, ChatFailed, Endpoint, ask
 from lightning_jax.rollouts.compare_tasks import compare_tasks
 from lightning_jax.rollouts.config import PROMPT

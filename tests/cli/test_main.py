@@ -97,7 +97,7 @@ async def test_it_ends_in_time_and_a_random_key_is_printed(model_dir: Path) -> N
             # Two run; the others wait for a slot.
             calls = [asyncio.create_task(client.chat.completions.create(**LONG)) for _ in range(8)]
             async with aiohttp.ClientSession() as http:
-                while await _running(http, found[1]) < 2:
+                while await _num_taken(http, found[1]) < 8:
                     await asyncio.sleep(0.01)
             process.send_signal(signal.SIGTERM)
             for ended in await asyncio.gather(*calls, return_exceptions=True):
@@ -109,9 +109,10 @@ async def test_it_ends_in_time_and_a_random_key_is_printed(model_dir: Path) -> N
         assert re.search(r"\b8\b", lines[-1]), lines  # how many were cut off
 
 
-async def _running(http: aiohttp.ClientSession, base_url: str) -> float:
+async def _num_taken(http: aiohttp.ClientSession, base_url: str) -> float:
     async with http.get(base_url.removesuffix("/v1") + "/healthz") as got:
-        return (await got.json())["engine"]["serve/running"]
+        engine = (await got.json())["engine"]
+    return engine["serve/running"] + engine["serve/queue_depth"]
 
 
 def test_stopped_while_it_compiles_it_ends_without_an_error(model_dir: Path) -> None:

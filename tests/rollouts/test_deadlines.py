@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lightning_jax.gateway.pauses import Pauses
-from lightning_jax.gateway.waits import Lost
+from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.rollouts import deadlines
 from lightning_jax.rollouts.deadlines import DeadlineClock, is_starved
 

@@ -14,9 +14,9 @@ from log_events import records
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.lease_report import Report
-from lightning_jax.gateway.leases import LeaseQueue
-from lightning_jax.gateway.remote import RemoteEngine, remote_role, remote_routing
+from lightning_jax.gateway.calls.remote import RemoteEngine, remote_role, remote_routing
+from lightning_jax.gateway.sessions.lease_report import Report
+from lightning_jax.gateway.sessions.leases import LeaseQueue
 from lightning_jax.rollouts import workers
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import DROPPED_METRICS

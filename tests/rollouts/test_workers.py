@@ -17,7 +17,7 @@ from log_events import events, records
 from test_runner import SERVE, TASKS, TOY, _model_and_engine, _runner
 
 from lightning_jax.errors import UserError
-from lightning_jax.gateway.leases import LeaseQueue, Report
+from lightning_jax.gateway.sessions.leases import LeaseQueue, Report
 from lightning_jax.rollouts import local_workers, worker, workers
 from lightning_jax.rollouts.agents import load_agent
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig

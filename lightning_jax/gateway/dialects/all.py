@@ -10,10 +10,10 @@ from lightning_jax.gateway.dialects.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from lightning_jax.gateway.dialects.openai_chat import CHAT
 from lightning_jax.gateway.dialects.openai_completions import COMPLETIONS
 from lightning_jax.gateway.dialects.openai_responses.dialect import RESPONSES
+from lightning_jax.gateway.dialects.saved_responses import SavedConversations
+from lightning_jax.gateway.dialects.unknown_fields import allow_unknown
 from lightning_jax.gateway.fields import as_object
 from lightning_jax.gateway.request import PolicyRequest
-from lightning_jax.gateway.saved_responses import SavedConversations
-from lightning_jax.gateway.unknown_fields import allow_unknown
 
 DIALECTS = (
     CHAT,

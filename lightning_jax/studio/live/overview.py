@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from lightning_jax.gateway.activity import Activity
+from lightning_jax.gateway.sessions.open_rollouts import Activity
 from lightning_jax.rollouts.compare_tasks import sign_test
 from lightning_jax.studio.build import task_name
 from lightning_jax.studio.comparison import SIGNIFICANT
