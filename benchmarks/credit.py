@@ -26,7 +26,8 @@ from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.transformer import DecoderConfig, Params, forward, init_params, unembed
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import Params, forward, init_params, unembed
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rl.updater import Updater

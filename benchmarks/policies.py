@@ -29,7 +29,8 @@ from matplotlib.figure import Figure
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.lora import adapted_shape
-from lightning_jax.models.transformer import DecoderConfig, Params, forward, init_params, unembed
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import Params, forward, init_params, unembed
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
 from lightning_jax.rl.updater import Updater

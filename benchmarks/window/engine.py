@@ -64,7 +64,7 @@ def _tokenizer(vocab_size: int) -> Any:
     from tokenizers import pre_tokenizers
 
     from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
-    from lightning_jax.models.tiny_tokenizer import CHATML, SPECIAL_TOKENS
+    from lightning_jax.models.tiny import CHATML, SPECIAL_TOKENS
     from lightning_jax.models.tokenizer import Tokenizer
 
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -243,7 +243,7 @@ def make_programs(model: Any, serve: Any) -> Any:
 
     from lightning_jax.engine import engine
     from lightning_jax.models.config import MeshConfig
-    from lightning_jax.models.sharding import make_mesh
+    from lightning_jax.models.mesh import make_mesh
 
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     return engine.make_programs(model.config, serve, dtype="bfloat16", mesh=mesh)[0]

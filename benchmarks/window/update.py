@@ -153,7 +153,8 @@ class Update:
 
 
 def _place(updater: Any, sequences: Sequence[Any]) -> tuple[list[tuple[Any, Any]], Work]:
-    from lightning_jax.models.sharding import batch_sharding, put_on_mesh
+    from lightning_jax.models.mesh import batch_sharding
+    from lightning_jax.models.sharding import put_on_mesh
     from lightning_jax.rl.batching import make_batches
     from lightning_jax.rl.microbatches import bundles
 
@@ -191,7 +192,7 @@ def make_update(shape: Shape, *, dtype: str = "bfloat16", device: Any = None) ->
 
     from lightning_jax.models.config import LoraConfig, MeshConfig
     from lightning_jax.models.lora import adapted_shape
-    from lightning_jax.models.sharding import make_mesh
+    from lightning_jax.models.mesh import make_mesh
     from lightning_jax.models.transformer import init_params
     from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
     from lightning_jax.rl.updater import make_updater

@@ -12,7 +12,7 @@ from lightning_jax.cli.config import ServerConfig, add_chat_template
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
 from lightning_jax.models.config import ModelConfig
-from lightning_jax.models.formats.names import local_path
+from lightning_jax.models.model_files import local_path
 
 if TYPE_CHECKING:
     from lightning_jax.gateway.app import Gateway

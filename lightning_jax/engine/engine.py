@@ -19,8 +19,9 @@ from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.sharding import serving_mesh
-from lightning_jax.models.transformer import DecoderConfig, Params
+from lightning_jax.models.mesh import serving_mesh
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import Params
 
 log = logging.getLogger(__name__)
 

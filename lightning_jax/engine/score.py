@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int32
 
 from lightning_jax.engine.sampling import Likeliest, likeliest
 from lightning_jax.engine.types import PromptScores
-from lightning_jax.models.transformer import DecoderConfig, forward, unembed
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import forward, unembed
 
 ROWS = 64  # positions whose logits are in memory at once
 

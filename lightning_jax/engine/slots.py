@@ -34,9 +34,11 @@ from lightning_jax.models.attention.kv_cache import KVCache, is_whole, row_lengt
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import frozen_part, pick
 from lightning_jax.models.matmul import turn_kernels
+from lightning_jax.models.mesh import platform_of
 from lightning_jax.models.reshard import Spread, reshard, spread, take
-from lightning_jax.models.sharding import cache_sharding, param_shardings, platform_of
-from lightning_jax.models.transformer import DecoderConfig, init_cache
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import cache_sharding, param_shardings
+from lightning_jax.models.transformer import init_cache
 from lightning_jax.settings import ConfigError
 
 Params = Any

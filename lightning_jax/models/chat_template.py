@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ import jinja2.nodes
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.template_limits import RENDERED, LimitedEnvironment, start
 from lightning_jax.types import Message
+
+_MARK = "@@answer-7d1f@@"  # no template writes this itself
+_TURNS = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": _MARK})
 
 
 class TemplateError(InvalidValue):
@@ -127,3 +131,25 @@ def _to_json(
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def end_of_turn(
+    template: str, special_tokens: Mapping[str, str], added: Mapping[str, int]
+) -> int | None:
+    """Return the id of the added token after the assistant's text, or None if there is none.
+
+    Base models with a chat template often name only the end of a document as their end.
+    """
+    try:
+        text = render(template, _TURNS, add_generation_prompt=False, special_tokens=special_tokens)
+    except TemplateError:
+        return None
+    _, mark, after = text.rpartition(_MARK)
+    if not mark or not added:
+        return None
+    longest_first = sorted(added, key=len, reverse=True)
+    found = re.match(rf"\s*({'|'.join(map(re.escape, longest_first))})", after)
+    begins, ends = (special_tokens.get(name) for name in ("bos_token", "eos_token"))
+    if found is None or found[1] == begins != ends:
+        return None
+    return added[found[1]]

@@ -3,24 +3,30 @@
 A kernel W [in, out] with an adapter computes `x W + (alpha / rank) (x A) B`. A, `lora_a`
 [in, rank], and B, `lora_b` [rank, out], are leaves next to the kernel in the parameter tree. With
 adapters, only these leaves are trained. A is random and B zero at first, so the adapted model
-starts equal to the base model.
+starts equal to the base model. `write_peft` exports adapters as a directory that Hugging Face's
+`peft` loads on top of their model.
 """
 
 import zlib
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 
 from lightning_jax.models.config import LoraConfig
+from lightning_jax.models.formats.huggingface import write_json
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.formats.param_names import Path, flatten, unflatten
-from lightning_jax.models.transformer import DecoderConfig, Params, init_params
+from lightning_jax.models.formats.param_names import ParamPath, flatten, hf_module, unflatten
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import Params, init_params
 
 ADAPTER_LEAVES = ("lora_a", "lora_b")
+_PEFT_LEAVES = {"lora_a": "lora_A", "lora_b": "lora_B"}
 
 
 def adapted_shape(
@@ -107,7 +113,7 @@ def merged(model: LoadedModel) -> LoadedModel:
         return model
     assert model.config.num_adapters is None, "select one of several adapters first, with one_of"
     # On the host: a device that holds a share of the weights may be too small for all of them.
-    flat: dict[Path, Any] = {
+    flat: dict[ParamPath, Any] = {
         path: np.asarray(jax.device_get(leaf)).astype(np.float32)
         for path, leaf in flatten(model.params).items()
     }
@@ -118,3 +124,43 @@ def merged(model: LoadedModel) -> LoadedModel:
             change = lora.scale * (flat[path] @ flat[(*layer, "lora_b")])
             kernels[(*layer, "kernel")] = flat[(*layer, "kernel")] + change
     return replace(model, config=replace(model.config, lora=None), params=unflatten(kernels))
+
+
+def write_peft(directory: Path, lora: LoraConfig, params: Params, base: str) -> None:
+    """Write adapter_config.json and adapter_model.safetensors for the adapters in `params`.
+
+    `base` is the name of the base model, as in `model.name`.
+    """
+    adapters = flatten(trained_part(params))
+    arrays = {_peft_name(*path): _peft_rows(leaf) for path, leaf in adapters.items()}
+    safetensors.numpy.save_file(arrays, directory / "adapter_model.safetensors", {"format": "pt"})
+    layer = next(iter(adapters))[0]
+    modules = [hf_module(layer, target).rpartition(".")[2] for target in lora.targets]
+    write_json(
+        directory / "adapter_config.json",
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": sorted(modules),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "use_rslora": False,
+            "use_dora": False,
+            "modules_to_save": None,
+            "init_lora_weights": True,
+            "inference_mode": True,
+        },
+    )
+
+
+def _peft_name(layer: str, part: str, leaf: str) -> str:
+    return f"base_model.model.{hf_module(layer, part)}.{_PEFT_LEAVES[leaf]}.weight"
+
+
+def _peft_rows(leaf: Any) -> np.ndarray:
+    """Return the leaf in float32 as [out, in], the order in files."""
+    return np.ascontiguousarray(np.asarray(jax.device_get(leaf)).astype(np.float32).T)

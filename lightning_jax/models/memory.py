@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from lightning_jax.models.lora import frozen_part, pick, trained_part
+from lightning_jax.models.mesh import MESH_AXES, platform_of
 from lightning_jax.models.reshard import layout, lies_at
-from lightning_jax.models.sharding import MESH_AXES, param_shardings, platform_of
-from lightning_jax.models.transformer import DecoderConfig, init_cache, param_shapes
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import param_shardings
+from lightning_jax.models.transformer import init_cache, param_shapes
 
 
 def weight_bytes(

@@ -3,6 +3,10 @@
 A copy has two halves. `spread` casts the weights on their own devices, in one program, and lays
 them out in the parts that engines need. `take` gives an engine its parts. Identical engines take
 from the same spread, so the weights are gathered once for any number of engines.
+
+Weights on the host go through Ray's object store. It keeps the bytes of an array that pickle takes
+out of band, and gives them to all processes of a machine without a copy. NumPy does this for its
+own dtypes only, so bfloat16 travels as uint16.
 """
 
 import functools
@@ -15,11 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lightning_jax.models.formats.param_names import Path, flatten, unflatten
+from lightning_jax.models.formats.param_names import ParamPath, flatten, unflatten
+from lightning_jax.models.sharding import to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.settings import ConfigError
 
+HostWeights = dict[ParamPath, tuple[str, np.ndarray]]  # name of the dtype, and the array
 _Bounds = tuple[tuple[int, int], ...]  # start and end index along each axis
+
+_cast = jax.jit(lambda leaf, dtype: leaf.astype(dtype), static_argnums=1)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,9 @@ def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
     return form.unflatten(map(_local_part, moved, targets))
 
 
-def spread(params: Params, shardings: Any, dtype: Any, *, shared: Collection[Path] = ()) -> Spread:
+def spread(
+    params: Params, shardings: Any, dtype: Any, *, shared: Collection[ParamPath] = ()
+) -> Spread:
     """Cast the weights of one process, and lay them out for engines with these `shardings`.
 
     Arrays at the `shared` paths are not copied if they already have this layout and `dtype`. The
@@ -206,3 +216,30 @@ def _in_every_process(mesh: Mesh) -> Mesh:
 def _local_part(moved: Any, target: NamedSharding) -> Any:
     shards = [shard.data for shard in moved.addressable_shards]
     return jax.make_array_from_single_device_arrays(moved.shape, target, shards)
+
+
+def copy_to_host(params: Params, dtype: str) -> HostWeights:
+    """Copy the weights in `dtype` to the host, array by array. Cast on the devices.
+
+    If they span several processes, all of them must call this.
+    """
+    weights: HostWeights = {}
+    for path, leaf in flatten(params).items():
+        array = np.asarray(to_host(_cast(leaf, jnp.dtype(dtype))))
+        is_bfloat16 = array.dtype == jnp.bfloat16
+        weights[path] = str(array.dtype), array.view(np.uint16) if is_bfloat16 else array
+    return weights
+
+
+def params_from_host(*parts: HostWeights) -> Params:
+    """Return the tree of the weights, in which later arrays replace earlier ones.
+
+    It shares their memory.
+    """
+    merged = {path: array for part in parts for path, array in part.items()}
+    return unflatten({path: array.view(jnp.dtype(name)) for path, (name, array) in merged.items()})
+
+
+def copy_host_weights(weights: HostWeights) -> HostWeights:
+    """Return a copy, for weights whose arrays may be donated."""
+    return {path: (dtype, array.copy()) for path, (dtype, array) in weights.items()}

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lightning_jax.models.sharding import batch_sharding, make_gather, put_on_mesh, to_host
-from lightning_jax.models.transformer import DecoderConfig, Params
+from lightning_jax.models.mesh import batch_sharding
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import make_gather, put_on_mesh, to_host
+from lightning_jax.models.transformer import Params
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.forward_pass import ForwardPass

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lightning_jax.models.lora import overlay
-from lightning_jax.models.transformer import DecoderConfig, Gather, Params
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import Gather, Params
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.critic import Critic, ValueHead, scale_gradient, state_values, value_loss
 from lightning_jax.rl.logprobs import (

@@ -11,7 +11,7 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.grammar import GrammarCompiler
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.sharding import make_mesh, num_row_shards
+from lightning_jax.models.mesh import make_mesh, num_row_shards
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.gae import CallValues

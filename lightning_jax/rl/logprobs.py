@@ -11,8 +11,9 @@ from jaxtyping import Array, Float
 
 from lightning_jax.engine.sampling import unpack_mask
 from lightning_jax.models.matmul import product
-from lightning_jax.models.mesh_axes import MESH_AXES
-from lightning_jax.models.transformer import DecoderConfig, Gather, Params, forward, unembed
+from lightning_jax.models.mesh import MESH_AXES
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import Gather, Params, forward, unembed
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.losses.distill import NO_TOKEN, kl_to_top
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from lightning_jax.models.sharding import platform_of
+from lightning_jax.models.mesh import platform_of
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.types import Trajectory

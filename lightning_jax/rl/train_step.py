@@ -14,7 +14,8 @@ import optax
 from jaxtyping import Array, Bool, Float, Int32
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.transformer import DecoderConfig, Gather, Params
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import Gather, Params
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.critic import Critic, CriticState, ValueHead
 from lightning_jax.rl.forward_pass import ForwardPass

@@ -16,15 +16,10 @@ from jax.sharding import Mesh
 
 from lightning_jax.models.config import policy_indices
 from lightning_jax.models.lora import overlay
-from lightning_jax.models.sharding import (
-    batch_sharding,
-    make_gather,
-    num_row_shards,
-    param_shardings,
-    put_on_mesh,
-    to_host,
-)
-from lightning_jax.models.transformer import DecoderConfig, Params
+from lightning_jax.models.mesh import batch_sharding, num_row_shards
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import make_gather, param_shardings, put_on_mesh, to_host
+from lightning_jax.models.transformer import Params
 from lightning_jax.rl import train_step
 from lightning_jax.rl.batch import Batch
 from lightning_jax.rl.batching import make_batches, why_dropped

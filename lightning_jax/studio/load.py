@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_jax.errors import UserError
-from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
 from lightning_jax.settings import ConfigError, load_config

@@ -6,12 +6,12 @@ import jax
 
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.formats.names import TINY
 from lightning_jax.models.formats.param_names import flatten, unflatten
 from lightning_jax.models.lora import adapted
+from lightning_jax.models.model_files import TINY
 from lightning_jax.models.tiny import tiny_config
-from lightning_jax.models.tiny_tokenizer import CHATML as CHATML
-from lightning_jax.models.tiny_tokenizer import tiny_tokenizer as tiny_tokenizer
+from lightning_jax.models.tiny import CHATML as CHATML
+from lightning_jax.models.tiny import tiny_tokenizer as tiny_tokenizer
 from lightning_jax.models.transformer import Params, init_params
 
 # Settings for a run that takes seconds with this model.

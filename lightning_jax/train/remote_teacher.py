@@ -16,7 +16,7 @@ import numpy as np
 import openai
 
 from lightning_jax.errors import UserError
-from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rl.distill import Scores

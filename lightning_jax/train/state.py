@@ -17,19 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lightning_jax.cluster.weights import on_host
 from lightning_jax.engine.engine import Engine
 from lightning_jax.models.formats.load import LoadedModel, load_like
 from lightning_jax.models.lora import adapted_facts, pick
-from lightning_jax.models.reshard import reshard
-from lightning_jax.models.sharding import param_shardings, serving_mesh, to_host
+from lightning_jax.models.mesh import serving_mesh
+from lightning_jax.models.reshard import copy_to_host, reshard
+from lightning_jax.models.sharding import param_shardings, to_host
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.distill import (
-    count_unscored,
-    teacher_metrics,
-    waits_for_teacher,
-    with_scores,
-)
+from lightning_jax.rl.distill import count_unscored, teacher_metrics, waits_for_teacher, with_scores
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.multi_policy.scope import PolicyScope, pack, unpack
 from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
@@ -216,7 +211,7 @@ class Replica:
 
     def _publish(self, params: Params) -> None:
         if self.config.cluster.samplers:
-            on_host(params, self.config.model.dtype)
+            copy_to_host(params, self.config.model.dtype)
             return
         mesh = serving_mesh(self.config.serve.mesh, self.config.mesh)
         shardings = pick(param_shardings(self.model.config, mesh), params)

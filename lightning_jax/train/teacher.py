@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from lightning_jax.models.formats.load import LoadedModel, load_model
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mesh
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.sharding import param_shardings, put_on_mesh
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.distill import Scorer, Scores, make_scorer
 from lightning_jax.rl.sequence import TrainingSequence

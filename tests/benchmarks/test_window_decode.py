@@ -28,8 +28,9 @@ from lightning_jax.engine.programs import start_of
 from lightning_jax.engine.sampling import sample
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
+from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.tiny import tiny_config
-from lightning_jax.models.transformer import DecoderConfig, init_params
+from lightning_jax.models.transformer import init_params
 
 SLOTS = 3
 FIELDS = ("tokens", "behavior_logprobs", "sampling_logprobs", "tempered_logprobs")

@@ -13,7 +13,8 @@ from lightning_jax.engine.cache.radix import PAGE
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.attention.kv_cache import KVCache, row_length
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.sharding import cache_sharding, make_mesh
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.sharding import cache_sharding
 from lightning_jax.models.transformer import init_cache
 from lightning_jax.testing.tiny import tiny_model
 

@@ -21,7 +21,8 @@ from lightning_jax.engine.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.sharding import make_mesh, param_shardings
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.transformer import forward, init_cache, init_params, unembed
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
@@ -378,7 +379,7 @@ def test_donated_weights_do_not_hurt_the_engine(model, engine):
 
 
 def test_one_and_eight_devices_agree(model, engine):
-    from lightning_jax.models.sharding import make_mesh
+    from lightning_jax.models.mesh import make_mesh
 
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     wide = SlotPrograms(

@@ -11,10 +11,10 @@ import safetensors.numpy
 from test_golden import GOLDEN, _logits
 
 from lightning_jax.models.config import LoraConfig
-from lightning_jax.models.formats import huggingface, peft
+from lightning_jax.models.formats import huggingface
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import unflatten
-from lightning_jax.models.lora import merged, overlay
+from lightning_jax.models.lora import merged, overlay, write_peft
 from lightning_jax.testing.tiny import tiny_tokenizer
 
 OURS = {
@@ -60,7 +60,7 @@ def test_adapters_mean_and_are_written_what_peft_means_and_writes(family: str, t
         _logits(whole.params, whole.config, jnp.asarray(tokens))[:, ::15], logits, atol=1e-4
     )
 
-    peft.write(tmp_path, lora, params, family)
+    write_peft(tmp_path, lora, params, family)
     written = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
     assert written.keys() == theirs.keys()
     for name, tensor in written.items():

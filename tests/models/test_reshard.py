@@ -1,6 +1,7 @@
 """Tests of copying weights to engines: the result, the copies made, and no read by the host."""
 
 import dataclasses
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +20,9 @@ from lightning_jax.models import reshard as module
 from lightning_jax.models.config import LoraConfig, MeshConfig
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import ADAPTER_LEAVES, adapted, trained_part
-from lightning_jax.models.reshard import reshard
-from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mesh
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.reshard import copy_host_weights, copy_to_host, params_from_host, reshard
+from lightning_jax.models.sharding import param_shardings, put_on_mesh
 from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
@@ -173,3 +175,41 @@ def test_devices_that_hold_the_whole_base_share_it_with_their_engine() -> None:
         kernel = engine.put_on_mesh(spread)["layers_0"]["q"]["kernel"]
         held = params["layers_0"]["q"]["kernel"].addressable_shards[number].data
         assert kernel.unsafe_buffer_pointer() == held.unsafe_buffer_pointer()
+
+
+def are_equal(ours: Any, theirs: Any) -> bool:
+    pairs = zip(flatten(ours).items(), flatten(theirs).items(), strict=True)
+    return all(a == b and bool(jnp.array_equal(x, y)) for (a, x), (b, y) in pairs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_split_weights_arrive_whole_and_cast(dtype: str) -> None:
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    params = put_on_mesh(MODEL.params, param_shardings(MODEL.config, mesh))
+    cast = jax.tree.map(lambda leaf: leaf.astype(dtype), MODEL.params)
+    assert are_equal(params_from_host(copy_to_host(params, dtype)), cast)
+
+
+def test_pickle_takes_all_arrays_out_of_band() -> None:
+    sent, buffers = copy_to_host(MODEL.params, "bfloat16"), list[pickle.PickleBuffer]()
+    pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
+    assert sum(len(memoryview(buffer).cast("B")) for buffer in buffers) == sum(
+        leaf.nbytes // 2 for leaf in jax.tree.leaves(MODEL.params)
+    )
+
+
+def test_adapters_replace_those_of_the_first_weights() -> None:
+    model = adapted(MODEL, LoraConfig(rank=2), seed=0)
+    newer = jax.tree.map(lambda leaf: leaf + 1, trained_part(model.params))
+    whole, adapters = copy_to_host(model.params, "float32"), copy_to_host(newer, "float32")
+    assert len(adapters) < len(whole)
+    merged = params_from_host(whole, adapters)
+    assert are_equal(trained_part(merged), newer) and len(flatten(merged)) == len(whole)
+
+
+def test_a_copy_outlives_what_it_was_made_of() -> None:
+    params = jax.tree.map(jnp.copy, MODEL.params)
+    kept = copy_host_weights(copy_to_host(params, "float32"))
+    jax.tree.map(lambda leaf: leaf.delete(), params)
+    assert are_equal(params_from_host(kept), MODEL.params)
+    assert all(isinstance(array, np.ndarray) for _, array in kept.values())

@@ -19,8 +19,10 @@ from lightning_jax.models.config import LoraConfig, MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import one_of, trained_part
-from lightning_jax.models.sharding import batch_sharding, make_gather, make_mesh, param_shardings
-from lightning_jax.models.transformer import DecoderConfig, forward
+from lightning_jax.models.mesh import batch_sharding, make_mesh
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import make_gather, param_shardings
+from lightning_jax.models.transformer import forward
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.losses.objectives import policy_objective

@@ -16,20 +16,10 @@ from jax.sharding import PartitionSpec
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
-from lightning_jax.models.sharding import (
-    batch_sharding,
-    cache_sharding,
-    make_mesh,
-    param_shardings,
-    serving_mesh,
-)
-from lightning_jax.models.transformer import (
-    DecoderConfig,
-    forward,
-    init_cache,
-    init_params,
-    unembed,
-)
+from lightning_jax.models.mesh import batch_sharding, make_mesh, serving_mesh
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import cache_sharding, param_shardings
+from lightning_jax.models.transformer import forward, init_cache, init_params, unembed
 from lightning_jax.rl.config import BatchConfig, OptimizerConfig
 from lightning_jax.rl.updater import Updater
 from lightning_jax.settings import ConfigError

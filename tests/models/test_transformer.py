@@ -9,14 +9,8 @@ import numpy as np
 from coded import raises_coded
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.transformer import (
-    DecoderConfig,
-    _embed,
-    forward,
-    init_cache,
-    init_params,
-    unembed,
-)
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import _embed, forward, init_cache, init_params, unembed
 from lightning_jax.testing.tiny import tiny_model
 
 LENGTH = 170  # more than one block, and not a multiple of a block

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mesh
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.sharding import param_shardings, put_on_mesh
 from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import BatchConfig, DistillConfig

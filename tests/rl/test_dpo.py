@@ -9,7 +9,7 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.sharding import make_mesh
+from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig

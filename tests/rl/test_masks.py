@@ -18,7 +18,7 @@ from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.sharding import make_mesh
+from lightning_jax.models.mesh import make_mesh
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
 from lightning_jax.rl.losses.objectives import policy_objective

@@ -18,8 +18,8 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.sharding import make_mesh
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.rl.config import BatchConfig, DistillConfig
 from lightning_jax.rl.distill import make_scorer
 from lightning_jax.rl.losses.distill import NO_TOKEN

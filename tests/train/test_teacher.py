@@ -10,7 +10,7 @@ from coded import raises_coded
 from test_trainer import TASKS, _config
 
 from lightning_jax.models.formats.load import load_model, save_hf
-from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.rl.config import AlgorithmConfig, DistillConfig
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model

@@ -23,8 +23,9 @@ from lightning_jax.models.attention.kv_cache import (
     join,
     segment_starts,
 )
-from lightning_jax.models.sharding import platform_of
-from lightning_jax.models.transformer import DecoderConfig, init_cache
+from lightning_jax.models.mesh import platform_of
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import init_cache
 from lightning_jax.types import Leaf
 
 MAX_POOL_SIZE = 8  # times the slots' own capacity, so that a tiny model's pool stays small

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,21 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lightning_jax.models.attention import blockwise, flash, flash_gpu, flash_tpu
 from lightning_jax.models.attention.blockwise import ENDLESS, MASKED
-from lightning_jax.models.mesh_axes import partition
+from lightning_jax.models.mesh import partition
+from lightning_jax.models.shape import RopeScaling
 
 _SMALL = 128 * 128  # query-key pairs; up to this many, all scores are computed at once
 _CPU_BLOCK = 128  # the scores of a block fit in a core's cache
 _DEFAULT_BLOCK = 1024  # on other platforms, few large products are faster than many small ones
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's scaling of slow rotary frequencies, for contexts longer than in pretraining."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
 
 
 def rope_frequencies(

@@ -15,15 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from lightning_jax.models.attention import flash
 from lightning_jax.models.attention.blockwise import MASKED, pad_to
 from lightning_jax.models.attention.flash import Sums, product
 from lightning_jax.models.attention.flash_tpu import list_pairs, split_pair, step_of
-from lightning_jax.models.mesh_axes import partition
+from lightning_jax.models.mesh import partition
 
 SIZE = 128  # the kernels need a cache length that is a multiple of this
 _TPU_SIZES = (512, 256, SIZE)  # tokens of a block; the first is also the most queries of a block

@@ -4,8 +4,7 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.plain_files import read_object
+from lightning_jax.models.model_files import ModelError, read_object
 
 ADAPTER = "adapter_config.json"
 # Weights in formats that are not read here, and other files with such endings.

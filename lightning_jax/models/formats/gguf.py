@@ -11,13 +11,19 @@ import numpy as np
 from gguf import ReaderTensor
 from gguf.quants import dequantize
 
-from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
-from lightning_jax.models.formats.families import find_family, refuse_experts
+from lightning_jax.models.attention.attention import rope_frequencies
+from lightning_jax.models.formats.families import (
+    checked_config,
+    find_family,
+    impossible,
+    refuse_experts,
+    require_positive,
+)
 from lightning_jax.models.formats.gguf_file import Contents, lacks
-from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.formats.param_names import NamedParam, named_params, unflatten
-from lightning_jax.models.formats.shape_check import checked_config, impossible, require_positive
-from lightning_jax.models.transformer import DecoderConfig, Params
+from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.shape import DecoderConfig, RopeScaling
+from lightning_jax.models.transformer import Params
 
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 WHERE = "the GGUF file"

@@ -12,8 +12,7 @@ import gguf
 import numpy as np
 from gguf import GGUFValueType
 
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.plain_files import malformed
+from lightning_jax.models.model_files import ModelError, malformed
 from lightning_jax.system.text import in_one_line
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)")

@@ -12,20 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from lightning_jax.models.attention.attention import RopeScaling
 from lightning_jax.models.formats.advice import on_missing_weights, on_no_config
-from lightning_jax.models.formats.families import FAMILIES, Family, find_family, refuse_experts
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.formats.param_names import NamedParam, flatten, named_params, unflatten
-from lightning_jax.models.formats.shape_check import (
+from lightning_jax.models.formats.families import (
+    FAMILIES,
+    Family,
     checked_config,
     checked_scaling,
+    find_family,
     impossible,
+    refuse_experts,
     require_positive,
 )
+from lightning_jax.models.formats.param_names import NamedParam, flatten, named_params, unflatten
 from lightning_jax.models.formats.weight_files import Weights, find_weights
-from lightning_jax.models.plain_files import read_object
-from lightning_jax.models.transformer import DecoderConfig, Params
+from lightning_jax.models.model_files import ModelError, read_object
+from lightning_jax.models.shape import DecoderConfig, RopeScaling
+from lightning_jax.models.transformer import Params
 from lightning_jax.system.text import in_one_line
 
 logger = logging.getLogger(__name__)

@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.transformer import DecoderConfig, Params, param_shapes
+from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import Params, param_shapes
 
-Path = tuple[str, ...]
+ParamPath = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class NamedParam:
     """One parameter with its three names. Files store matrices as [out, in], we as [in, out]."""
 
-    path: Path
+    path: ParamPath
     hf: str
     gguf: str
     shape: tuple[int, ...]  # ours
@@ -41,7 +42,7 @@ class NamedParam:
         return jnp.asarray(np.ascontiguousarray(found.T if self.transpose else found), dtype)
 
 
-_OUTSIDE: dict[Path, tuple[str, str]] = {
+_OUTSIDE: dict[ParamPath, tuple[str, str]] = {
     ("embed", "embedding"): ("model.embed_tokens.weight", "token_embd.weight"),
     ("final_norm", "scale"): ("model.norm.weight", "output_norm.weight"),
     ("head", "kernel"): ("lm_head.weight", "output.weight"),
@@ -67,7 +68,7 @@ def named_params(config: DecoderConfig) -> list[NamedParam]:
     return [_named_param(path, leaf.shape) for path, leaf in flatten(param_shapes(base)).items()]
 
 
-def _named_param(path: Path, shape: tuple[int, ...]) -> NamedParam:
+def _named_param(path: ParamPath, shape: tuple[int, ...]) -> NamedParam:
     if path in _OUTSIDE:
         hf, gguf = _OUTSIDE[path]
     else:
@@ -87,13 +88,13 @@ def hf_module(layer: str, part: str) -> str:
     return f"model.layers.{layer.removeprefix('layers_')}.{_IN_LAYER[part][0]}"
 
 
-def flatten(params: Params) -> dict[Path, Any]:
+def flatten(params: Params) -> dict[ParamPath, Any]:
     """Return the tree's leaves by their path of keys."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {tuple(str(key.key) for key in path): leaf for path, leaf in leaves}  # type: ignore[attr-defined]
 
 
-def unflatten(leaves: dict[Path, Any]) -> Params:
+def unflatten(leaves: dict[ParamPath, Any]) -> Params:
     """Build the tree with these leaves."""
     tree: Params = {}
     for path, leaf in leaves.items():

@@ -11,8 +11,7 @@ import numpy as np
 import safetensors
 
 from lightning_jax.models.formats.advice import on_no_safetensors
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.plain_files import malformed, read_object
+from lightning_jax.models.model_files import ModelError, malformed, read_object
 
 NAMED, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CHOSEN = "transformers_weights"  # field of config.json with the name of the file to read

@@ -10,8 +10,8 @@ from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.lora import trained_part
 from lightning_jax.models.memory import turns_kernels, weight_bytes
-from lightning_jax.models.sharding import make_mesh, serving_mesh
-from lightning_jax.models.transformer import DecoderConfig
+from lightning_jax.models.mesh import make_mesh, serving_mesh
+from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.train.config import Config
 from lightning_jax.train.memory.items import MemoryItem, named_bytes
 

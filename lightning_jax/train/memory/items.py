@@ -19,8 +19,9 @@ from lightning_jax.models.memory import (
     used_weight_bytes,
     weight_bytes,
 )
-from lightning_jax.models.sharding import cache_sharding, num_row_shards, platform_of
-from lightning_jax.models.transformer import DecoderConfig
+from lightning_jax.models.mesh import num_row_shards, platform_of
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import cache_sharding
 from lightning_jax.train.config import Config
 
 _MORE_DEVICES = "Use more devices (mesh.fsdp) or a smaller model.name"

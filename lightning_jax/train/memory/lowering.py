@@ -10,7 +10,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lightning_jax.models.lora import frozen_part, pick, trained_part
-from lightning_jax.models.sharding import batch_sharding, param_shardings
+from lightning_jax.models.mesh import batch_sharding
+from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.transformer import param_shapes
 from lightning_jax.rl.batching import make_batches
 from lightning_jax.rl.config import DistillConfig

@@ -17,9 +17,9 @@ from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models.formats.load import load_shape
 from lightning_jax.models.lora import adapted_shape
 from lightning_jax.models.memory import shares_frozen
+from lightning_jax.models.mesh import make_mesh, serving_mesh
 from lightning_jax.models.precision import resolve_dtype
-from lightning_jax.models.sharding import make_mesh, serving_mesh
-from lightning_jax.models.transformer import DecoderConfig
+from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.memory_limits import Limit, smallest_limit
 from lightning_jax.train.config import Config

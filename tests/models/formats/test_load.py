@@ -14,21 +14,17 @@ import safetensors.numpy
 import transformers
 from coded import raises_coded
 
-from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
+from lightning_jax.models.attention.attention import rope_frequencies
 from lightning_jax.models.chat_template import render
 from lightning_jax.models.formats import sources
 from lightning_jax.models.formats.families import FAMILIES
 from lightning_jax.models.formats.gguf_file import open_file
-from lightning_jax.models.formats.load import (
-    load_like,
-    load_model,
-    load_shape,
-    save_hf,
-)
-from lightning_jax.models.formats.names import SMOLLM2, ModelError
+from lightning_jax.models.formats.load import load_like, load_model, load_shape, save_hf
 from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
 from lightning_jax.models.formats.sources import find_model, load_tokenizer
-from lightning_jax.models.transformer import DecoderConfig, init_params
+from lightning_jax.models.model_files import SMOLLM2, ModelError
+from lightning_jax.models.shape import DecoderConfig, RopeScaling
+from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
 TINY = tiny_model()

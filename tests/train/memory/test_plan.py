@@ -15,17 +15,12 @@ from coded import raises_coded
 from lightning_jax.cli.main import main
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
-from lightning_jax.models.formats.known_shapes import SHAPES
+from lightning_jax.models.formats.families import SHAPES
 from lightning_jax.models.formats.load import load_shape, save_hf
 from lightning_jax.models.lora import adapted_shape
+from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.sharding import param_shapes
-from lightning_jax.models.transformer import DecoderConfig
-from lightning_jax.rl.config import (
-    AlgorithmConfig,
-    BatchConfig,
-    DistillConfig,
-    OptimizerConfig,
-)
+from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, DistillConfig, OptimizerConfig
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.testing.tiny import tiny_model
