@@ -1,20 +1,29 @@
-"""Functions that settings name as FILE:FUNCTION or, if saved, MODULE:FUNCTION, and programs."""
+"""Functions, programs, packages and splits of tasks that settings name.
+
+A function is FILE:FUNCTION or, if saved, MODULE:FUNCTION.
+"""
 
 import ast
 import hashlib
 import importlib
 import importlib.util
+import random
+import re
+import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.paths import file_of
 
 _loaded: dict[str, ModuleType] = {}  # modules by path and modification time
+Item = TypeVar("Item")
+DEV_SHARE = 0.2  # of tasks that come without a split
 
 
 def load_function(reference: str) -> Callable[..., Any]:
@@ -146,3 +155,45 @@ def _importable_name(file: Path) -> str | None:
     spec = importlib.util.find_spec(name)
     is_found = spec and spec.origin and Path(spec.origin).resolve() == file.resolve()
     return name if is_found else None
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a top-level module can be imported, without importing it.
+
+    A folder of its name, such as the ./wandb that a run of W&B leaves, is not the package.
+    """
+    if module in sys.modules:
+        return True
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
+
+
+def import_optional(module: str, requirement: str) -> ModuleType:
+    """Import a module of a package that is not always installed.
+
+    `requirement` is what pip installs, such as verifiers>=0.4. Raises UserError if the package, or
+    one that it imports, is missing.
+    """
+    top = module.partition(".")[0]
+    try:
+        if not is_installed(top):
+            raise ModuleNotFoundError(name=top)
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{error.name} is not installed; run pip install {shlex.quote(requirement)}.",
+            reason="not_installed",
+            key=re.split("[<>=]", requirement)[0],
+        ) from error
+
+
+def indices_of(split: str, number: int) -> list[int]:
+    """Return which of `number` tasks are in the split, in order. A fixed fifth is dev."""
+    num_dev = min(max(1, int(DEV_SHARE * number)), number)
+    dev = set(random.Random(0).sample(range(number), num_dev))
+    return [index for index in range(number) if (index in dev) == (split == "dev")]
+
+
+def part_of(split: str, tasks: Sequence[Item]) -> list[Item]:
+    """Return the tasks of the split, in order."""
+    return [tasks[index] for index in indices_of(split, len(tasks))]

@@ -48,9 +48,8 @@ from lightning_jax.cli.worker import add_worker, run_worker
 from lightning_jax.errors import UserError
 from lightning_jax.schema import Positive
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
-from lightning_jax.system.logs import log_plainly
 from lightning_jax.system.process_state import kept_process
-from lightning_jax.system.text import with_marked_lines
+from lightning_jax.system.text import log_plainly, with_marked_lines
 from lightning_jax.types import PHASES
 
 TROUBLESHOOTING = "troubleshooting"  # topic of `help`

@@ -21,7 +21,7 @@ from annotated_types import Ge, Le
 
 from lightning_jax.errors import UserError
 from lightning_jax.schema import describe, is_allowed
-from lightning_jax.system.signals import handle_stop_signals
+from lightning_jax.system.process_state import handle_stop_signals
 
 Index = Annotated[int, Ge(0), Le(2**31 - 1)]
 Limit = Annotated[int, Ge(1), Le(2**31 - 1)]

@@ -45,8 +45,7 @@ from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
 from lightning_jax.gateway.waits import Lost, counted_for
 from lightning_jax.traces import otlp
-from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.sink import SpanSink
+from lightning_jax.traces.context import OpenSpan, SpanSink
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.types import LLM
 

@@ -21,16 +21,12 @@ from lightning_jax.gateway.offload import INLINE_BYTES, Turns, dump_json
 from lightning_jax.gateway.proxy import ProxiedCall, pass_on
 from lightning_jax.gateway.request import is_accepted, is_policy
 from lightning_jax.gateway.responder import Prepared, Responder
-from lightning_jax.gateway.retries import (
-    RunningCall,
-    identity_of,
-    is_repetition,
-)
+from lightning_jax.gateway.retries import RunningCall, identity_of, is_repetition
 from lightning_jax.gateway.routing import Route, read_traits
 from lightning_jax.gateway.sessions import HandledCall
 from lightning_jax.gateway.streaming import PIECE_BYTES, EventStream
 from lightning_jax.gateway.waits import counted_for
-from lightning_jax.system.exhaustion import lacks_resources
+from lightning_jax.system.descriptors import lacks_resources
 
 log = logging.getLogger(__name__)
 

@@ -39,8 +39,7 @@ from lightning_jax.gateway.sampling import sampling_params
 from lightning_jax.gateway.sessions import AnsweredCall, OpenRollout
 from lightning_jax.gateway.waits import Waits
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.sink import SpanSink
+from lightning_jax.traces.context import OpenSpan, SpanSink
 
 Writer = tuple[ToolCallParser | PlainText, AnswerBuilder]  # of one choice
 STANDSTILL = 2  # times the limit of a response: an engine that has not ended it stands still

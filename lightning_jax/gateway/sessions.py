@@ -18,8 +18,7 @@ from lightning_jax.gateway.prompt.render import ConversationMemory
 from lightning_jax.gateway.retries import RunningCall, RunningCalls, declared_timeout_s
 from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.gateway.waits import Lost, Waits
-from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.sink import SpanSink
+from lightning_jax.traces.context import OpenSpan, SpanSink
 
 EXPIRE_S = 10.0  # for the engine to end the responses of a rollout that meets its deadline
 

@@ -1,7 +1,8 @@
 """State that all code of a process shares, and that foreign code in it may change.
 
 Agents that are functions run in the process of the run. A directory, a umask or a filter of
-warnings that one of them leaves behind would be that of the run and of all other agents.
+warnings that one of them leaves behind would be that of the run and of all other agents. So
+would be the handler of a signal.
 """
 
 import contextlib
@@ -16,10 +17,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 PACKAGE = "lightning_jax"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Handler = Callable[[int, FrameType | None], None]
 
 
 @dataclass(frozen=True)
@@ -141,3 +144,20 @@ def kept_process() -> Iterator[ProcessState]:
         yield state
     finally:
         state.restore()
+
+
+@contextlib.contextmanager
+def handle_stop_signals(handler: Handler) -> Iterator[None]:
+    """Call `handler` at SIGINT and SIGTERM within the context.
+
+    An ignored signal, as in background jobs, stays ignored.
+    """
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    replaced = {n: before for n, before in handlers.items() if before is not signal.SIG_IGN}
+    for number in replaced:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in replaced.items():
+            signal.signal(number, before)

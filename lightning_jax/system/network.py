@@ -1,4 +1,4 @@
-"""Variables that send a process's HTTP calls to a proxy, and the hosts that are exempt from them.
+"""Ports of this machine, and variables that send a process's HTTP calls to a proxy.
 
 A call to the run's own address must not go to a proxy: it would answer for a host that it does not
 know, and the agent would see nothing but a failed connection.
@@ -6,6 +6,7 @@ know, and the agent would see nothing but a failed connection.
 
 import logging
 import os
+import socket
 from collections.abc import Mapping, MutableMapping
 from urllib.parse import urlsplit
 
@@ -54,3 +55,10 @@ def go_direct(url: str, environment: MutableMapping[str, str] = os.environ) -> N
 def proxies_in(environment: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that set a proxy."""
     return sorted(name for name, value in environment.items() if name.lower() in PROXIES and value)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port of this address that is free now."""
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return found.getsockname()[1]

@@ -1,6 +1,7 @@
-"""Tests of hosts that are exempt from proxies: whatever a client reads, our own host is in it."""
+"""Tests of free ports, and of hosts that are exempt from proxies."""
 
 import logging
+import socket
 import urllib.request
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import requests
 from log_events import events
 
-from lightning_jax.system.proxies import go_direct, with_direct_host
+from lightning_jax.system.network import free_port, go_direct, with_direct_host
 
 HERE, PROXY = "http://127.0.0.1:8000/rollout/x/v1", "http://proxy:3128"
 
@@ -74,3 +75,8 @@ def test_a_process_says_once_that_its_calls_go_direct(caplog: pytest.LogCaptureF
     assert events(caplog) == ["direct_host"] and environment["NO_PROXY"]
     go_direct(HERE, without := {})
     assert events(caplog) == ["direct_host"] and without == {}
+
+
+def test_port_can_be_bound() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", free_port()))

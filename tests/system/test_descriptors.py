@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from lightning_jax.system.exhaustion import lacks_resources
+from lightning_jax.system.descriptors import lacks_resources
 
 
 def _caused_by(cause: BaseException) -> BaseException:
