@@ -30,7 +30,7 @@ from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Params, forward, init_params, unembed
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.prepare import prepare_step
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.train.config import Config
 from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Trajectory, Transition

@@ -1,7 +1,7 @@
 """Cases of the update: gradients of microbatches, the optimizer, attention, rounding and a trace.
 
-The updater is the product's (rl/updater.py), with random weights and the sizes and the algorithm of
-experiments/configs/spider.yaml. Only the arguments of its compiled functions are made here.
+The updater is the product's (rl/update/updater.py), with random weights and the sizes and algorithm
+of experiments/configs/spider.yaml. Only the arguments of its compiled functions are made here.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ class Update:
         """Add the gradients of the microbatches, and wait for them."""
         import jax
 
-        from lightning_jax.rl.train_step import zero_accumulators
+        from lightning_jax.rl.update.train_step import zero_accumulators
 
         functions, state = self.updater.functions, self.state
         if self.sums is None:
@@ -155,8 +155,8 @@ class Update:
 def _place(updater: Any, sequences: Sequence[Any]) -> tuple[list[tuple[Any, Any]], Work]:
     from lightning_jax.models.mesh import batch_sharding
     from lightning_jax.models.sharding import put_on_mesh
-    from lightning_jax.rl.batching import make_batches
-    from lightning_jax.rl.microbatches import bundles
+    from lightning_jax.rl.batches.batching import make_batches
+    from lightning_jax.rl.batches.microbatches import bundles
 
     batches, _ = make_batches(sequences, updater.batch)
     return bundles(put_on_mesh(batches, batch_sharding(updater.mesh))), work_of(batches)
@@ -195,7 +195,7 @@ def make_update(shape: Shape, *, dtype: str = "bfloat16", device: Any = None) ->
     from lightning_jax.models.mesh import make_mesh
     from lightning_jax.models.transformer import init_params
     from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-    from lightning_jax.rl.updater import make_updater
+    from lightning_jax.rl.update.updater import make_updater
 
     config = adapted_shape(shape_of(shape.model), LoraConfig(rank=shape.rank))
     updater = make_updater(
@@ -315,7 +315,7 @@ def _attention_inputs(shape: Shape, heads: tuple[int, int, int], branches: int) 
     import jax
     import jax.numpy as jnp
 
-    from lightning_jax.rl.batching import make_batches
+    from lightning_jax.rl.batches.batching import make_batches
     from lightning_jax.rl.config import BatchConfig
 
     sizes = BatchConfig(shape.rows, shape.row_len, shape.targets, shape.head_chunk)

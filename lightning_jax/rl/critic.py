@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from lightning_jax.rl.batch import StateBatch
+from lightning_jax.rl.adapters import AdapterPolicies, vmap_optimizer
+from lightning_jax.rl.batches.batch import StateBatch
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.multi_policy.adapters import AdapterPolicies, vmap_optimizer
 from lightning_jax.types import Leaf
 
 

@@ -76,7 +76,7 @@ class TrainingSequence:
 
     # Of the response, in the distribution that was sampled. (): not known.
     sampling_logprobs: tuple[float, ...] = ()
-    grammar: str | None = None  # that alone shaped the samples (rl/masks.py); None: no such grammar
+    grammar: str | None = None  # that alone shaped the samples (batches/masks.py); None: none
     # Packed masks of the response's tokens, 8 tokens a byte. (): none, or not replayed yet.
     masks: tuple[bytes, ...] = ()
 

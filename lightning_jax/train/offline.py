@@ -21,9 +21,9 @@ from lightning_jax.engine.grammar import GrammarCompiler
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.rl.advantages import without_equal_groups
-from lightning_jax.rl.masks import with_masks
-from lightning_jax.rl.multi_policy.prepare import prepare_policies
-from lightning_jax.rl.train_state import TrainState
+from lightning_jax.rl.batches.masks import with_masks
+from lightning_jax.rl.prepare import prepare_policies
+from lightning_jax.rl.update.train_state import TrainState
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
 from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.system.files import make_private, write_whole

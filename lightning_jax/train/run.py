@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from lightning_jax.engine.grammar import GrammarCompiler
 from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.rl.batches.masks import with_masks
 from lightning_jax.rl.distill import mix
-from lightning_jax.rl.masks import with_masks
-from lightning_jax.rl.multi_policy.prepare import prepare_policies
-from lightning_jax.rl.noise_scale import noise_metrics
+from lightning_jax.rl.prepare import prepare_policies
 from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.rl.update.noise_scale import noise_metrics
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.threads import run_in_thread, run_to_end

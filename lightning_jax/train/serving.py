@@ -22,7 +22,7 @@ from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.models.reshard import HostWeights, copy_host_weights, copy_to_host
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.multi_policy.scope import ALL
+from lightning_jax.rl.scope import ALL
 from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.settings import ConfigError

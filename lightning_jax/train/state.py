@@ -26,12 +26,12 @@ from lightning_jax.models.sharding import param_shardings, to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.distill import count_unscored, teacher_metrics, waits_for_teacher, with_scores
 from lightning_jax.rl.gae import CallValues
-from lightning_jax.rl.multi_policy.scope import PolicyScope, pack, unpack
-from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
+from lightning_jax.rl.scope import PolicyScope, pack, unpack
 from lightning_jax.rl.sequence import TrainingSequence
-from lightning_jax.rl.train_state import TrainState
-from lightning_jax.rl.train_step import taking_turns
-from lightning_jax.rl.updater import NO_MOMENTS, Updater
+from lightning_jax.rl.update.by_policy import join_metrics, join_values, sequences_of
+from lightning_jax.rl.update.train_state import TrainState
+from lightning_jax.rl.update.train_step import taking_turns
+from lightning_jax.rl.update.updater import NO_MOMENTS, Updater
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import CHECKPOINTS, REFERENCE, WARMUP_BEST

@@ -11,7 +11,7 @@ from lightning_jax.models.sharding import param_shardings, put_on_mesh
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.distill import Scorer, Scores, make_scorer
 from lightning_jax.rl.sequence import TrainingSequence
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.train.config import Config
 
 

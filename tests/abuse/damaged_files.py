@@ -18,8 +18,7 @@ from gguf import GGUFValueType
 from lightning_jax.models.formats.load import LoadedModel, save_hf
 from lightning_jax.models.formats.param_names import flatten, named_params
 from lightning_jax.rl.config import OptimizerConfig
-from lightning_jax.rl.optimizer import make_optimizer
-from lightning_jax.rl.train_state import TrainState, init_state
+from lightning_jax.rl.update.train_state import TrainState, init_state, make_optimizer
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.checkpoint_files import CHECKSUMS

@@ -15,7 +15,7 @@ from window.update import Work, flops_of, mfu, sequences_of, work_of
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.lora import adapted_shape
 from lightning_jax.models.shape import DecoderConfig
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import BatchConfig
 
 SMALL = DecoderConfig(

@@ -10,8 +10,8 @@ from gateway_bench import Bench, Connect
 from pydantic import BaseModel, ConfigDict
 
 from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.rl.batches.masks import with_masks
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.masks import with_masks
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.testing.records import trajectory
 from lightning_jax.traces.convert import spans_to_transitions

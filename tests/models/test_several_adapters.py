@@ -23,11 +23,11 @@ from lightning_jax.models.mesh import batch_sharding, make_mesh
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.sharding import make_gather, param_shardings
 from lightning_jax.models.transformer import forward
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.losses.objectives import policy_objective
-from lightning_jax.rl.train_state import init_state
-from lightning_jax.rl.train_step import TrainFunctions, make_train_functions, update
+from lightning_jax.rl.update.train_state import init_state
+from lightning_jax.rl.update.train_step import TrainFunctions, make_train_functions, update
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_policies
 

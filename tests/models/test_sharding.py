@@ -21,7 +21,7 @@ from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.sharding import cache_sharding, param_shardings
 from lightning_jax.models.transformer import forward, init_cache, init_params, unembed
 from lightning_jax.rl.config import BatchConfig, OptimizerConfig
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model

@@ -14,14 +14,14 @@ from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.sharding import param_shardings, put_on_mesh
 from lightning_jax.models.transformer import forward, unembed
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batch import NO_TOKEN
+from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import BatchConfig, DistillConfig
 from lightning_jax.rl.distill import count_unscored, make_scorer, mix, teacher_metrics, with_scores
-from lightning_jax.rl.losses.distill import NO_TOKEN
 from lightning_jax.rl.losses.objectives import policy_objective
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
-from lightning_jax.rl.train_step import make_train_functions
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.update.train_step import make_train_functions
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 

@@ -7,8 +7,7 @@ import numpy as np
 from test_distill import SHAPE, TEACHER, alone, assert_same_scores, scores_alone, scores_of
 
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.rl.distill import mix, with_scores
-from lightning_jax.rl.hints import hint_places, insert_hints, with_hints
+from lightning_jax.rl.distill import hint_places, insert_hints, mix, with_hints, with_scores
 from lightning_jax.testing.records import sequence
 
 END = 9

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from lightning_jax.engine.grammar import GrammarCompiler
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batching import make_batches
+from lightning_jax.rl.batches.masks import mask_metrics, with_masks
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
-from lightning_jax.rl.logprobs import Head, score_nodes
 from lightning_jax.rl.losses.policy import policy_loss
-from lightning_jax.rl.masks import mask_metrics, with_masks
 from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.rl.update.logprobs import Head, score_nodes
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 

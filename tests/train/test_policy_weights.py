@@ -12,9 +12,9 @@ import pytest
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import MeshConfig, PolicyConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, pack, unpack
-from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
+from lightning_jax.rl.scope import ALL, PolicyScope, pack, unpack
 from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.rl.update.by_policy import join_metrics, join_values, sequences_of
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config, WarmupConfig

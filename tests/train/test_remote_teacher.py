@@ -20,9 +20,9 @@ from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.model_files import ModelError
+from lightning_jax.rl.batches.batch import NO_TOKEN
 from lightning_jax.rl.config import BatchConfig, DistillConfig
 from lightning_jax.rl.distill import make_scorer
-from lightning_jax.rl.losses.distill import NO_TOKEN
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.rl.choices import check_shape, choose, wrong_result
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.losses.distill import teacher_advantages
 from lightning_jax.rl.losses.ratios import (
     CORRECTIONS,
+    call_sums,
     importance_ratio,
     kl_estimate,
     level_log_ratio,
+    sums_to_go,
 )
-from lightning_jax.rl.losses.segments import call_sums, sums_to_go
-from lightning_jax.rl.losses.surrogates import LOSSES, LossInputs, TokenLoss
+from lightning_jax.rl.losses.surrogates import LOSSES, LossInputs, TokenLoss, teacher_advantages
 
 Metrics = dict[str, Float[Array, ""]]
 TokenMetrics = dict[str, Float[Array, "B R"]]
