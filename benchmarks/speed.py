@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import optax
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.programs import start_of
-from lightning_jax.engine.slots import Fill, SlotPrograms
+from lightning_jax.engine.device.programs import start_of
+from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.rl.batches.batching import make_batches

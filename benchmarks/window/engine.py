@@ -64,7 +64,7 @@ def _tokenizer(vocab_size: int) -> Any:
     from tokenizers import pre_tokenizers
 
     from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
-    from lightning_jax.models.tiny import CHATML, SPECIAL_TOKENS
+    from lightning_jax.models.formats.tiny import CHATML, SPECIAL_TOKENS
     from lightning_jax.models.tokenizer import Tokenizer
 
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -672,9 +672,9 @@ class Programs:
         """Fill a slot as engine/prefill.py does for a prompt whose beginning is cached."""
         import dataclasses
 
-        from lightning_jax.engine.cache.pages import PAGE
-        from lightning_jax.engine.programs import start_of
-        from lightning_jax.engine.slots import Fill
+        from lightning_jax.engine.device.pages import PAGE
+        from lightning_jax.engine.device.programs import start_of
+        from lightning_jax.engine.device.slots import Fill
         from lightning_jax.engine.types import SamplingParams
 
         programs, pages = self.programs, self.programs.pages

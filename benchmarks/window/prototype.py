@@ -19,11 +19,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Key
 from window.shapes import shape_of
 
-from lightning_jax.engine import programs, sampling
+from lightning_jax.engine import sampling
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.programs import start_of
+from lightning_jax.engine.device import programs
+from lightning_jax.engine.device.programs import start_of
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.sampling import Sampled
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.attention import attention, flash_cache
 from lightning_jax.models.attention.kv_cache import (

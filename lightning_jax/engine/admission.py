@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Generic, Literal, TypeVar
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import (
     Delivery,
     Draining,
@@ -16,9 +17,7 @@ from lightning_jax.engine.generation import (
     QueueFull,
     deliver,
 )
-from lightning_jax.engine.response import Response
-from lightning_jax.engine.slots import SlotPrograms
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import Response, TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer

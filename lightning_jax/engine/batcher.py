@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_jax.engine.cache.prefix_cache import PrefixCache
 from lightning_jax.engine.decode import Request, Stepper, Steps
+from lightning_jax.engine.device.prefix_cache import PrefixCache
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import Delivery, EngineError
-from lightning_jax.engine.grammar import GrammarCompiler, GrammarError
-from lightning_jax.engine.grammar_process import GrammarProcessLost, wait_readable
+from lightning_jax.engine.grammar.compiler import GrammarCompiler, GrammarError
+from lightning_jax.engine.grammar.process import GrammarProcessLost, wait_readable
 from lightning_jax.engine.prefill import Prompts
 from lightning_jax.engine.response import SampledToken
 from lightning_jax.engine.scheduler import Admission, Scheduler
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.types import FinishReason
 
 log = logging.getLogger(__name__)

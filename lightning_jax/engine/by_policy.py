@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lightning_jax.engine.admission import LoopStatus, join_statuses
 from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Generation
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 

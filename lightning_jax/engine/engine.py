@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 
 from lightning_jax.engine.admission import LoopStatus, join_statuses
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.replicas import FAILED, Router, split_by_data
-from lightning_jax.engine.slots import SlotPrograms
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel

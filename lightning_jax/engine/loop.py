@@ -15,11 +15,11 @@ from lightning_jax.engine.admission import SlotLoop
 from lightning_jax.engine.batcher import Batcher
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.decode import Request
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import EngineError, Generation, deliver
-from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
 from lightning_jax.engine.logits import LogitAdjuster, moves_logits
-from lightning_jax.engine.slots import SlotPrograms
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.lora import frozen_part, overlay

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_jax.engine.cache.prefix_cache import MIN_REUSE, PrefixCache
 from lightning_jax.engine.decode import Request
-from lightning_jax.engine.programs import DecodeState, start_of
+from lightning_jax.engine.device.prefix_cache import MIN_REUSE, PrefixCache
+from lightning_jax.engine.device.programs import DecodeState, start_of
+from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.scheduler import Admission
 from lightning_jax.engine.score import Scorer
-from lightning_jax.engine.slots import Fill, SlotPrograms
 
 _COUNTERS = ("requests", "prefill_tokens", "prefix_hit_tokens")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_jax.engine.generation import Draining, EngineError, PromptTooLong, QueueFull
-from lightning_jax.engine.grammar import GrammarError
-from lightning_jax.engine.grammar_process import GrammarProcessLost
+from lightning_jax.engine.grammar.compiler import GrammarError
+from lightning_jax.engine.grammar.process import GrammarProcessLost
 from lightning_jax.engine.logits import moves_logits, only_masks
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.errors import ApiError

@@ -11,8 +11,8 @@ from typing import Protocol, runtime_checkable
 from lightning_jax.engine.admission import LoopStatus
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import EngineError, Generation, PromptTooLong
-from lightning_jax.engine.grammar import GrammarError
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.grammar.compiler import GrammarError
+from lightning_jax.engine.response import TimeLimit
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.dialects.base import ReplyContext

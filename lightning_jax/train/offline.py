@@ -17,7 +17,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.rl.advantages import without_equal_groups

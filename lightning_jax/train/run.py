@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rl.batches.masks import with_masks
 from lightning_jax.rl.distill import mix

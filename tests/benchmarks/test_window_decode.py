@@ -24,12 +24,12 @@ from window.prototype import (
 )
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.programs import start_of
+from lightning_jax.engine.device.programs import start_of
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.sampling import sample
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
+from lightning_jax.models.formats.tiny import tiny_config
 from lightning_jax.models.shape import DecoderConfig
-from lightning_jax.models.tiny import tiny_config
 from lightning_jax.models.transformer import init_params
 
 SLOTS = 3

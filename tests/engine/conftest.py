@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_jax.engine.cache.pages import PageCopier, page_bytes
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.pages import PageCopier, page_bytes
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.tiny import tiny_model
 

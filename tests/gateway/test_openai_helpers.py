@@ -9,7 +9,7 @@ import pytest
 from gateway_bench import Bench, Connect
 from pydantic import BaseModel, ConfigDict
 
-from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
 from lightning_jax.rl.batches.masks import with_masks
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.prepare import prepare_step

@@ -13,9 +13,9 @@ from jax._src import array as jax_array
 from jax.sharding import Mesh
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.replicas import split_by_data
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models import reshard as module
 from lightning_jax.models.config import LoraConfig, MeshConfig
 from lightning_jax.models.formats.param_names import flatten
@@ -117,7 +117,7 @@ def test_engines_of_one_run_gather_once_and_read_nothing_on_the_host(
         gathered.append(original(*args, **more))
         return gathered[-1]
 
-    monkeypatch.setattr("lightning_jax.engine.slots.spread", counted)
+    monkeypatch.setattr("lightning_jax.engine.device.slots.spread", counted)
     compiled = module._caster.cache_info().misses
     host_reads.clear()
     engine.publish(params)

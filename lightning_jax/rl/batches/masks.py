@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_jax.engine.grammar import GrammarCompiler
-from lightning_jax.engine.grammar_process import GrammarError, GrammarProcessLost
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
+from lightning_jax.engine.grammar.process import GrammarError, GrammarProcessLost
 from lightning_jax.rl.batches.batch import MaskBatch
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.types import Metrics

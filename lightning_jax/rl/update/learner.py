@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.mesh import make_mesh, num_row_shards

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.replicas import split_by_data
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.lora import trained_part
 from lightning_jax.models.memory import turns_kernels, weight_bytes

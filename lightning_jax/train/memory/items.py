@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lightning_jax.engine.cache.pages import PageCopier
-from lightning_jax.engine.cache.radix import PAGE
+from lightning_jax.engine.device.pages import PageCopier
+from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models.attention.kv_cache import row_length
 from lightning_jax.models.formats.load import load_shape

@@ -13,9 +13,9 @@ import optax
 import pytest
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.grammar import GrammarCompiler, grammar, json_schema
+from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.grammar.compiler import GrammarCompiler, grammar, json_schema
 from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import make_mesh

@@ -9,9 +9,9 @@ the adapter that reads. Adapters never share cached pages.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_jax.engine.cache.radix import PAGE, Node, PageTree
-from lightning_jax.engine.programs import DecodeState
-from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.device.programs import DecodeState
+from lightning_jax.engine.device.radix import PAGE, Node, PageTree
+from lightning_jax.engine.device.slots import SlotPrograms
 
 MIN_REUSE = 8  # tokens; for fewer, copying a page costs more than computing them
 

@@ -1,6 +1,6 @@
 """Fork server for grammars: one process per grammar, with limits on time and memory.
 
-`grammar_process.py` runs this file as a script. A schema written by an agent can crash llguidance
+`process.py` runs this file as a script. A schema written by an agent can crash llguidance
 or make it allocate gigabytes, so llguidance runs only in these processes. The script imports no
 module of the package, because most of them import JAX.
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from lightning_jax.engine import programs
-from lightning_jax.engine import slots as slots_module
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.programs import start_of
-from lightning_jax.engine.slots import Fill, SlotPrograms
+from lightning_jax.engine.device import programs
+from lightning_jax.engine.device import slots as slots_module
+from lightning_jax.engine.device.programs import start_of
+from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig

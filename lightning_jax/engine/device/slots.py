@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from lightning_jax.engine import programs
-from lightning_jax.engine.cache.pages import PageCopier
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.executables import Compiler, Costs, Executables, Size
-from lightning_jax.engine.programs import DecodeState, Start, start_of
+from lightning_jax.engine.device import programs
+from lightning_jax.engine.device.executables import Compiler, Costs, Executables, Size
+from lightning_jax.engine.device.pages import PageCopier
+from lightning_jax.engine.device.programs import DecodeState, Start, start_of
 from lightning_jax.engine.sampling import Adjustment, Sampled
 from lightning_jax.engine.scheduler import ChunkBatch, plan_prefill, row_counts
 from lightning_jax.engine.types import SamplingParams

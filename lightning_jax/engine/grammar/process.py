@@ -1,4 +1,4 @@
-"""Handles of the grammar processes, which run grammar_child.py. No JAX."""
+"""Handles of the grammar processes, which run child.py. No JAX."""
 
 import contextlib
 import copy
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_jax.engine.grammar_child import LENGTH, WALL_FACTOR
+from lightning_jax.engine.grammar.child import LENGTH, WALL_FACTOR
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.system.child_process import END_S, ChildProcess
 
 # Signals of a fault in the process itself.
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
-CHILD = Path(__file__).with_name("grammar_child.py")
+CHILD = Path(__file__).with_name("child.py")
 
 
 class GrammarError(InvalidValue):

@@ -12,7 +12,8 @@ import tokenizers
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.grammar import (
+from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.grammar.compiler import (
     KEPT_FORMATS,
     GrammarCompiler,
     GrammarError,
@@ -25,7 +26,6 @@ from lightning_jax.engine.grammar import (
     sequence,
 )
 from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.testing.tiny import tiny_tokenizer

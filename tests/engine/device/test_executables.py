@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.engine.executables import (
+from lightning_jax.engine.device.executables import (
     IDLE_SHARE,
     NUM_TIMED,
     Compiler,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_jax.engine.cache.radix import PAGE, Insertion, Node, PageTree, num_shared
+from lightning_jax.engine.device.radix import PAGE, Insertion, Node, PageTree, num_shared
 
 # Sequences with shared prefixes that end within a page, at its end, or after several pages.
 PIECES = [(1,) * 5, (2,) * 3, (1,) * PAGE, (2,) * (PAGE - 5), (3,) * (2 * PAGE + 1), (4,)]

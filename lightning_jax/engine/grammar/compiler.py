@@ -6,7 +6,7 @@ A grammar is text in llguidance's dialect of Lark. The functions at the end of t
 
     grammar(sequence(literal("<tool_call>\\n"), json_schema(schema), literal("\\n</tool_call>")))
 
-llguidance runs in separate processes (grammar_process.py), one per grammar. With llguidance 1.9.1
+llguidance runs in separate processes (process.py), one per grammar. With llguidance 1.9.1
 the first grammar below ends its process with a segmentation fault. The second allocates memory
 until the allocation fails:
 
@@ -33,8 +33,8 @@ import numpy as np
 from jaxtyping import UInt8
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.grammar_child import FAILED, FORCED, LENGTH
-from lightning_jax.engine.grammar_process import (
+from lightning_jax.engine.grammar.child import FAILED, FORCED, LENGTH
+from lightning_jax.engine.grammar.process import (
     GrammarError,
     GrammarLimits,
     GrammarProcess,

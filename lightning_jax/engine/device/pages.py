@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lightning_jax.engine.cache.radix import PAGE
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.models.attention.flash_cache import kernel_width
 from lightning_jax.models.attention.kv_cache import (
     TOKEN_AXIS,

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.engine.cache import pages as pages_module
-from lightning_jax.engine.cache.pages import MAX_POOL_SIZE, PageCopier, page_bytes
-from lightning_jax.engine.cache.radix import PAGE
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device import pages as pages_module
+from lightning_jax.engine.device.pages import MAX_POOL_SIZE, PageCopier, page_bytes
+from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.models.attention.kv_cache import KVCache, row_length
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import make_mesh

@@ -15,17 +15,17 @@ from pathlib import Path
 import llguidance
 import pytest
 
-from lightning_jax.engine import grammar_child
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import EngineError
-from lightning_jax.engine.grammar import (
+from lightning_jax.engine.grammar import child as grammar_child
+from lightning_jax.engine.grammar.compiler import (
     GrammarCompiler,
     GrammarError,
     Matcher,
     grammar,
     json_schema,
 )
-from lightning_jax.engine.grammar_process import (
+from lightning_jax.engine.grammar.process import (
     GrammarLimits,
     GrammarProcess,
     GrammarProcessLost,
@@ -216,7 +216,7 @@ def test_an_overdue_reply_ends_its_response_though_nobody_waits_for_it():
 
 LATE_SIGNAL = """
 import json, os, signal, socket, sys
-from lightning_jax.engine.grammar_child import ForkServer
+from lightning_jax.engine.grammar.child import ForkServer
 
 control, peer = socket.socketpair()
 peer.close()
