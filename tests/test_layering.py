@@ -1,7 +1,10 @@
-"""Test that each module imports only from modules above it in docs/architecture.md's module map."""
+"""Tests that each room, and each module or room in it, imports only from those before it."""
 
 import ast
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_jax"
 
@@ -25,44 +28,75 @@ ROOMS = (
     ),
     *("train", "studio", "cli", "__main__", "testing"),
 )
-LEVELS = {name: level for level, name in enumerate(ROOMS)}
+# Modules and rooms in a room, in the same order.
+INNER = {
+    "models": (
+        *("model_files", "template_limits", "chat_template", "token_bytes", "tokenizer_files"),
+        *("tokenizer", "config", "shape", "matmul", "precision", "mesh", "attention"),
+        *("transformer", "formats", "lora", "sharding", "reshard", "memory"),
+    ),
+    "engine": (
+        *("types", "config", "sampling", "scheduler", "grammar", "device", "response"),
+        *("generation", "logits", "score", "admission", "decode", "prefill", "batcher", "loop"),
+        *("jetstream", "replicas", "engine", "by_policy"),
+    ),
+    "traces": (
+        *("config", "attributes", "forest", "tasks", "context", "otlp", "tree", "rewards", "roles"),
+        *("_groups", "_sqlite", "store", "convert", "listing"),
+    ),
+    "rl": (
+        *("config", "algorithms", "choices", "sequence", "token_weights", "gae", "scope"),
+        *("batches", "credit", "advantages", "dpo", "prepare", "adapters", "critic", "losses"),
+        *("update", "distill"),
+    ),
+}
 
 
-def _imports(path: Path) -> set[str]:
-    """Return the second parts of the lightning_jax names that a file imports, such as `rl`."""
-    found = set()
+def _imports(path: Path, package: str) -> set[str]:
+    """Return the names that a file imports from a package, such as `rl` from `lightning_jax`."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_jax."):
-            found.add((node.module or "").split(".")[1])
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         if isinstance(node, ast.Import):
-            found |= {
-                a.name.split(".")[1] for a in node.names if a.name.startswith("lightning_jax.")
-            }
-    return found
+            names |= {alias.name for alias in node.names}
+    prefix = f"{package}."
+    return {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
 
 
-def _violations(package: Path, row_of: dict[str, int]) -> list[str]:
-    found = []
-    for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package).parts[0].removesuffix(".py")
+def _violations(folder: Path, order: Sequence[str], package: str) -> list[str]:
+    """Return the imports from later entries of `order`. Imports inside functions count, too."""
+    level = {name: index for index, name in enumerate(order)}
+    violations = []
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).parts[0].removesuffix(".py")
         if name == "__init__":
             continue
-        assert name in row_of, f"{path} is in no row of the module map"
-        found += [
-            f"{path.relative_to(package)} imports {other}, which lies below it"
-            for other in _imports(path)
-            if row_of[other] > row_of[name]
+        assert name in level, f"{path} is in no row of the order of {package}"
+        violations += [
+            f"{path.relative_to(folder)} imports {other}"
+            for other in sorted(_imports(path, package))
+            if level.get(other, -1) > level[name]
         ]
-    return found
+    return violations
 
 
-def test_modules_import_only_from_rows_above() -> None:
-    assert _violations(PACKAGE, LEVELS) == []
+def test_rooms_import_only_from_rooms_before_them() -> None:
+    assert _violations(PACKAGE, ROOMS, "lightning_jax") == []
+
+
+@pytest.mark.parametrize("room", INNER)
+def test_modules_of_a_room_import_only_from_those_before_them(room: str) -> None:
+    assert _violations(PACKAGE / room, INNER[room], f"lightning_jax.{room}") == []
 
 
 def test_a_violation_is_found(tmp_path: Path) -> None:
     (tmp_path / "types.py").write_text("from lightning_jax.rl.losses import policy_loss\n")
-    assert _violations(tmp_path, LEVELS) == ["types.py imports rl, which lies below it"]
+    (tmp_path / "rl").mkdir()
+    (tmp_path / "rl" / "config.py").write_text("from lightning_jax.rl import update\n")
+    assert _violations(tmp_path, ROOMS, "lightning_jax") == ["types.py imports rl"]
+    rl = _violations(tmp_path / "rl", INNER["rl"], "lightning_jax.rl")
+    assert rl == ["config.py imports update"]
 
 
 def test_agents_know_nothing_of_the_package() -> None:

@@ -20,11 +20,11 @@ import jax
 from lightning_jax.models import tokenizer
 from lightning_jax.models import chat_template as templates
 from lightning_jax.models.config import ModelConfig
-from lightning_jax.models.formats import gguf, gguf_vocab, huggingface, tiny
+from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
 from lightning_jax.models.formats.families import SHAPES
 from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.formats.sources import find_model
-from lightning_jax.models.formats.tiny import tiny_tokenizer
+from lightning_jax.models.formats.tiny import tiny_config, tiny_tokenizer
 from lightning_jax.models.model_files import TINY, ModelError, read_chat_template
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def load_model(
     chat = {"file": chat_template, "kwargs": chat_template_kwargs or {}, "tool_format": tool_format}
     with_chat = partial(_with_chat, **chat)
     if name == TINY:
-        config, vocabulary = tiny.tiny_config(), with_chat(tiny_tokenizer())
+        config, vocabulary = tiny_config(), with_chat(tiny_tokenizer())
         params = init_params(config, jax.random.key(0), dtype)
         config = replace(config, activation_dtype=activation_dtype)
         return LoadedModel(name, config, params, vocabulary)
@@ -184,7 +184,7 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
 def load_shape(name: str) -> DecoderConfig:
     """Load the shape of the named model, without its weights. Raises ModelError."""
     if name == TINY:
-        return tiny.tiny_config()
+        return tiny_config()
     if name in SHAPES:
         return SHAPES[name]
     path = find_model(name)
