@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.lora import adapted_shape
-from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.transformer import Params, forward, init_params, unembed
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.prepare import prepare_policies
@@ -48,8 +48,10 @@ NUM_GROUPS, GROUP_SIZE = 4, 8
 LORA = LoraConfig(rank=8, alpha=16.0)
 MODEL = adapted_shape(
     DecoderConfig(
-        vocab_size=12, embed_dim=32, mlp_dim=64, num_layers=1, num_heads=4, num_kv_heads=2,
-        head_dim=8, tie_embeddings=False,
+        DecoderShape(
+            vocab_size=12, embed_dim=32, mlp_dim=64, num_layers=1, num_heads=4, num_kv_heads=2,
+            head_dim=8, tie_embeddings=False,
+        )
     ),
     LORA,
     len(ROLES),

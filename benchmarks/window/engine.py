@@ -52,7 +52,7 @@ def random_model(name: str) -> Any:
 
     config = shape_of(name)
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
-    return LoadedModel(name, config, params, _tokenizer(config.vocab_size))
+    return LoadedModel(name, config, params, _tokenizer(config.shape.vocab_size))
 
 
 def _tokenizer(vocab_size: int) -> Any:
@@ -316,7 +316,8 @@ def memory_bound_ms(config: Any, rows: int, context: int, rate: float) -> float:
     from lightning_jax.models.transformer import param_shapes
 
     num_weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
-    num_cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * context
+    shape = config.shape
+    num_cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * rows * context
     return 1e3 * 2 * (num_weights + num_cached) / rate
 
 

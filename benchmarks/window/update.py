@@ -38,24 +38,25 @@ def flops_of(config: Any, work: Work) -> float:
     the gradients of its input and of itself. A pair costs 12 per head and dimension in each layer:
     two products forward, four backward. The head costs 6 or 4 per weight and target.
     """
-    heads = config.num_heads * config.head_dim
-    kv_heads = config.num_kv_heads * config.head_dim
+    shape, lora = config.shape, config.execution.lora
+    heads = shape.num_heads * shape.head_dim
+    kv_heads = shape.num_kv_heads * shape.head_dim
     sizes = {
-        "q": (config.embed_dim, heads),
-        "k": (config.embed_dim, kv_heads),
-        "v": (config.embed_dim, kv_heads),
-        "o": (heads, config.embed_dim),
-        "gate": (config.embed_dim, config.mlp_dim),
-        "up": (config.embed_dim, config.mlp_dim),
-        "down": (config.mlp_dim, config.embed_dim),
+        "q": (shape.embed_dim, heads),
+        "k": (shape.embed_dim, kv_heads),
+        "v": (shape.embed_dim, kv_heads),
+        "o": (heads, shape.embed_dim),
+        "gate": (shape.embed_dim, shape.mlp_dim),
+        "up": (shape.embed_dim, shape.mlp_dim),
+        "down": (shape.mlp_dim, shape.embed_dim),
     }
-    frozen = 6 if config.lora is None else 4
+    frozen = 6 if lora is None else 4
     layer = frozen * sum(rows * columns for rows, columns in sizes.values())
-    if config.lora is not None:
-        layer += 6 * config.lora.rank * sum(sum(sizes[name]) for name in config.lora.targets)
+    if lora is not None:
+        layer += 6 * lora.rank * sum(sum(sizes[name]) for name in lora.targets)
     attention = 12 * work.pairs * heads
-    head = frozen * work.targets * config.vocab_size * config.embed_dim
-    return config.num_layers * (layer * work.tokens + attention) + head
+    head = frozen * work.targets * shape.vocab_size * shape.embed_dim
+    return shape.num_layers * (layer * work.tokens + attention) + head
 
 
 def mfu(config: Any, work: Work, seconds: float, peak: float) -> float:
@@ -180,7 +181,7 @@ class Shape:
         return dataclasses.replace(self, **small, rank=min(self.rank, 4))
 
     def sequences(self, branches: int = 1, microbatches: int = 1) -> list[Any]:
-        vocab_size = shape_of(self.model).vocab_size
+        vocab_size = shape_of(self.model).shape.vocab_size
         rows = self.rows * microbatches
         return sequences_of(rows, self.row_len, self.targets, branches, vocab_size)
 

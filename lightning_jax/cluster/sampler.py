@@ -37,7 +37,7 @@ class SamplerSpec:
     """
 
     name: str
-    shape: DecoderConfig
+    config: DecoderConfig
     tokenizer: Tokenizer
     serve: ServeConfig  # with the run's key
     dtype: str
@@ -68,7 +68,7 @@ class Sampler:
         """`policies` has the version and the weights of each, or of the only one."""
         self._spec = spec
         mesh = serving_mesh(spec.mesh_config(), MeshConfig())
-        programs = make_programs(spec.shape, spec.serve, dtype=spec.dtype, mesh=mesh)
+        programs = make_programs(spec.config, spec.serve, dtype=spec.dtype, mesh=mesh)
         make = partial(Engine, serve=spec.serve, programs=programs)
         self._engines = [make(self._model(*sent), version=version) for version, sent in policies]
         frozen = None if initial is None else make(self._model(initial))
@@ -85,7 +85,7 @@ class Sampler:
 
     def _model(self, *sent: HostWeights) -> LoadedModel:
         spec = self._spec
-        return LoadedModel(spec.name, spec.shape, params_from_host(*sent), spec.tokenizer)
+        return LoadedModel(spec.name, spec.config, params_from_host(*sent), spec.tokenizer)
 
     def _responders(self, engines: Sequence[Engine]) -> Engine | LoopsByPolicy:
         return LoopsByPolicy(engines) if self._spec.by_policy else engines[0]

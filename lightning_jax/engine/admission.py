@@ -148,7 +148,7 @@ class SlotLoop(Generic[Request]):
             slots=programs.num_slots,
             max_queue=serve.max_queue,
             max_len=programs.max_len,
-            vocab_size=programs.config.vocab_size,
+            vocab_size=programs.config.shape.vocab_size,
         )
 
     @property

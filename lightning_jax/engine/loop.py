@@ -61,7 +61,7 @@ class EngineLoop(SlotLoop[Request]):
         serve: ServeConfig,
     ) -> None:
         super().__init__(programs, tokenizer, serve)
-        self._grammars = GrammarCompiler.shared(tokenizer, programs.config.vocab_size, serve)
+        self._grammars = GrammarCompiler.shared(tokenizer, programs.config.shape.vocab_size, serve)
         served = programs.put_on_mesh(params)
         self._base = frozen_part(served)  # None: each update replaces all weights
         self._batcher = Batcher(programs, served, version, self._grammars)
@@ -180,7 +180,7 @@ class EngineLoop(SlotLoop[Request]):
         return stats | {"serve/queue_depth": num_waiting}
 
     def _check_adapter(self, adapter: int | None) -> None:
-        number = self._programs.config.num_adapters
+        number = self._programs.config.execution.num_adapters
         if (adapter is None) != (number is None) or not 0 <= (adapter or 0) < (number or 1):
             raise InvalidValue(
                 f"adapter is {adapter}; the model has {number or 0} adapters",
@@ -191,7 +191,7 @@ class EngineLoop(SlotLoop[Request]):
     def _adjuster(self, sampling: SamplingParams) -> LogitAdjuster | None:
         if not moves_logits(sampling):
             return None
-        return LogitAdjuster(sampling, self._programs.config.vocab_size)
+        return LogitAdjuster(sampling, self._programs.config.shape.vocab_size)
 
     def _cancel(self, generation: Generation) -> None:
         with self._changed:

@@ -32,13 +32,13 @@ _PEFT_LEAVES = {"lora_a": "lora_A", "lora_b": "lora_B"}
 def adapted_shape(
     model: DecoderConfig, lora: LoraConfig, number: int | None = None
 ) -> DecoderConfig:
-    """Return the model's shape with these adapters, unchanged for rank 0.
+    """Return the model's config with these adapters, unchanged for rank 0.
 
     With `number` each kernel has that many adapters, and each row of a batch chooses one.
     """
     if not lora.rank:
         return model
-    return replace(model, lora=lora, num_adapters=number)
+    return model.with_execution(lora=lora, num_adapters=number)
 
 
 def adapted(
@@ -46,7 +46,7 @@ def adapted(
 ) -> LoadedModel:
     """Return the model with fresh adapters in its weights' dtype, unchanged for rank 0."""
     config = adapted_shape(model.config, lora, number)
-    if config.lora is None:
+    if config.execution.lora is None:
         return model
     dtype = jax.tree.leaves(model.params)[0].dtype
     adapters = _fresh(config, jax.random.key(seed), dtype)
@@ -90,7 +90,7 @@ def one_of(model: LoadedModel, index: int) -> LoadedModel:
         path: leaf[index] if path[-1] in ADAPTER_LEAVES else leaf
         for path, leaf in flatten(model.params).items()
     }
-    config = replace(model.config, num_adapters=None)
+    config = model.config.with_execution(num_adapters=None)
     return replace(model, config=config, params=unflatten(params))
 
 
@@ -99,19 +99,21 @@ def adapted_facts(model: LoadedModel) -> dict[str, float | str]:
 
     The checksum covers a few weights and does not depend on the dtype they are loaded in.
     """
-    if model.config.lora is None:
+    lora = model.config.execution.lora
+    if lora is None:
         return {}
     kernel = model.params["layers_0"]["q"]["kernel"].astype(jnp.bfloat16)
     checksum = zlib.crc32(np.asarray(jax.device_get(kernel)).tobytes())
-    return {"model.lora.alpha": model.config.lora.alpha, "weights of checksum": checksum}
+    return {"model.lora.alpha": lora.alpha, "weights of checksum": checksum}
 
 
 def merged(model: LoadedModel) -> LoadedModel:
     """Merge the adapters into float32 kernels W + (alpha / rank) A B, for the same policy."""
-    lora = model.config.lora
+    lora = model.config.execution.lora
     if lora is None:
         return model
-    assert model.config.num_adapters is None, "select one of several adapters first, with one_of"
+    is_single = model.config.execution.num_adapters is None
+    assert is_single, "select one of several adapters first, with one_of"
     # On the host: a device that holds a share of the weights may be too small for all of them.
     flat: dict[ParamPath, Any] = {
         path: np.asarray(jax.device_get(leaf)).astype(np.float32)
@@ -123,7 +125,7 @@ def merged(model: LoadedModel) -> LoadedModel:
             layer = path[:-1]
             change = lora.scale * (flat[path] @ flat[(*layer, "lora_b")])
             kernels[(*layer, "kernel")] = flat[(*layer, "kernel")] + change
-    return replace(model, config=replace(model.config, lora=None), params=unflatten(kernels))
+    return replace(model, config=model.config.with_execution(lora=None), params=unflatten(kernels))
 
 
 def write_peft(directory: Path, lora: LoraConfig, params: Params, base: str) -> None:

@@ -92,15 +92,11 @@ def used_weight_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: A
         mesh.devices.reshape(-1)[: mesh.shape["tensor"]].reshape(1, 1, -1), mesh.axis_names
     )
     whole = weight_bytes(model, tensor_only, dtype)
-    outside = (
-        model.vocab_size
-        * model.embed_dim
-        * dtype.itemsize
-        // _split("vocab", model.vocab_size, mesh)
-    )
-    outside *= 1 if model.tie_embeddings else 2
+    shape = model.shape
+    numbers = shape.vocab_size * shape.embed_dim // _split("vocab", shape.vocab_size, mesh)
+    outside = numbers * dtype.itemsize * (1 if shape.tie_embeddings else 2)
     # The gradients of gathered weights are also whole until they are reduced.
-    at_once = outside + (whole - outside) // model.num_layers
+    at_once = outside + (whole - outside) // shape.num_layers
     return copy + (2 * at_once if remat else whole + at_once)
 
 
@@ -110,26 +106,29 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: An
     A layer keeps its input, two normed inputs, queries, keys, values, the attention output and
     three arrays of the MLP. With `remat` only one layer at a time does so.
     """
-    heads = model.num_heads * model.head_dim // _split("heads", model.num_heads, mesh)
-    keys = model.num_kv_heads * model.head_dim // _split("kv_heads", model.num_kv_heads, mesh)
-    mlp = model.mlp_dim // _split("mlp", model.mlp_dim, mesh)
-    layer = 4 * model.embed_dim + 3 * heads + 3 * keys + 3 * mlp
+    shape = model.shape
+    heads = shape.num_heads * shape.head_dim // _split("heads", shape.num_heads, mesh)
+    keys = shape.num_kv_heads * shape.head_dim // _split("kv_heads", shape.num_kv_heads, mesh)
+    mlp = shape.mlp_dim // _split("mlp", shape.mlp_dim, mesh)
+    layer = 4 * shape.embed_dim + 3 * heads + 3 * keys + 3 * mlp
     numbers = (
-        model.num_layers * model.embed_dim + 2 * layer if remat else (model.num_layers + 1) * layer
+        shape.num_layers * shape.embed_dim + 2 * layer if remat else (shape.num_layers + 1) * layer
     )
     return numbers * jnp.dtype(dtype).itemsize
 
 
 def logit_bytes(model: DecoderConfig, mesh: Mesh) -> int:
     """Return the bytes of one token's float32 logits."""
-    return 4 * model.vocab_size // _split("vocab", model.vocab_size, mesh)
+    vocab_size = model.shape.vocab_size
+    return 4 * vocab_size // _split("vocab", vocab_size, mesh)
 
 
 def cache_bytes(
     model: DecoderConfig, rows: int, length: int, sharding: NamedSharding, dtype: Any
 ) -> int:
     """Return the bytes of the keys and values of `rows` rows of `length` tokens."""
-    cache = jax.eval_shape(lambda: init_cache(model, rows, length, dtype, platform_of(sharding)))
+    platform = platform_of(sharding)
+    cache = jax.eval_shape(lambda: init_cache(model.shape, rows, length, dtype, platform))
     sizes = (math.prod(sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(cache))
     return sum(sizes) * jnp.dtype(dtype).itemsize
 

@@ -1,6 +1,7 @@
 """Shape of a model, and how it is computed. Imports no JAX."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import LoraConfig
@@ -17,8 +18,8 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """Shape of a model. It is hashable, so jit takes it as a static argument."""
+class DecoderShape:
+    """Sizes of a model and constants of its formulas, as the files of its weights have them."""
 
     vocab_size: int
     embed_dim: int
@@ -35,11 +36,6 @@ class DecoderConfig:
     qk_norm: bool = False  # Qwen3
     max_positions: int = 2048
     family: str = "llama"  # llama, qwen2 or qwen3, the name in a saved model
-    lora: LoraConfig | None = None  # adapters among the parameters, of rank 1 or more
-    num_adapters: int | None = None  # N per kernel, [N, ...], and a row chooses; None: one, [...]
-    turned: bool = False  # kernels are kernel_t, which has no gradient (matmul.py)
-    activation_dtype: str | None = None  # None: the dtype of the weights
-    scans_layers: bool = True  # with `remat`: a loop over stacked weights. False: layer by layer
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -54,3 +50,30 @@ class DecoderConfig:
                 reason="invalid",
                 key="head_dim",
             )
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Computation of a model of any shape: its adapters, layout, dtype and loops."""
+
+    lora: LoraConfig | None = None  # adapters among the parameters, of rank 1 or more
+    num_adapters: int | None = None  # N per kernel, [N, ...], and a row chooses; None: one, [...]
+    turned: bool = False  # kernels are kernel_t, which has no gradient (matmul.py)
+    activation_dtype: str | None = None  # None: the dtype of the weights
+    scans_layers: bool = True  # with `remat`: a loop over stacked weights. False: layer by layer
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Decoder of a shape and its execution, hashable, so that jit takes it as a static argument."""
+
+    shape: DecoderShape
+    execution: Execution = Execution()
+
+    def with_shape(self, **changes: Any) -> "DecoderConfig":
+        """Return the config with some fields of the shape changed."""
+        return replace(self, shape=replace(self.shape, **changes))
+
+    def with_execution(self, **changes: Any) -> "DecoderConfig":
+        """Return the config with some fields of the execution changed."""
+        return replace(self, execution=replace(self.execution, **changes))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lightning_jax.models.formats.param_names import ParamPath, flatten, unflatten
 from lightning_jax.models.mesh import MESH_AXES, partition
-from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.transformer import Gather, Params, param_shapes
 
 # Parameter -> its logical axes, by the last two keys of its path.
@@ -42,7 +42,7 @@ _LOGICAL |= {
 def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
     """Return a tree of the parameters' shardings. An axis that does not divide stays whole."""
     shapes = flatten(param_shapes(config))
-    units = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+    units = {"heads": config.shape.num_heads, "kv_heads": config.shape.num_kv_heads}
     shardings = {}
     for path, leaf in shapes.items():
         logical = _LOGICAL.get(path[-2:], ())
@@ -97,10 +97,10 @@ def _gather_leaf(leaf: Any, split: NamedSharding) -> Any:
     return bring(leaf)
 
 
-def cache_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
+def cache_sharding(shape: DecoderShape, mesh: Mesh) -> NamedSharding:
     """Return the sharding of one segment of keys or values [S, K, ...], split by head only."""
     return NamedSharding(
-        mesh, partition((None, "kv_heads", None, None), [1, config.num_kv_heads, 1, 1], mesh)
+        mesh, partition((None, "kv_heads", None, None), [1, shape.num_kv_heads, 1, 1], mesh)
     )
 
 

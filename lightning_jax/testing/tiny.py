@@ -9,11 +9,12 @@ from tokenizers import decoders, models, normalizers
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, unflatten
-from lightning_jax.models.formats.tiny import tiny_config
+from lightning_jax.models.formats.tiny import tiny_shape
 from lightning_jax.models.formats.tiny import CHATML as CHATML
 from lightning_jax.models.formats.tiny import tiny_tokenizer as tiny_tokenizer
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.model_files import TINY
+from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Params, init_params
 
 # Settings for a run that takes seconds with this model.
@@ -35,7 +36,7 @@ _WORDS = ("▁the", "▁red", "▁fox", "the", "red")
 
 def tiny_model(seed: int = 0, *, num_layers: int = 2, embed_dim: int = 32) -> LoadedModel:
     """Return the model `tiny` with random float32 weights."""
-    config = tiny_config(num_layers=num_layers, embed_dim=embed_dim)
+    config = DecoderConfig(tiny_shape(num_layers=num_layers, embed_dim=embed_dim))
     params = init_params(config, jax.random.key(seed))
     return LoadedModel(TINY, config, params, tiny_tokenizer())
 

@@ -27,6 +27,6 @@ def export(
 
 def _write(directory: Path, model: LoadedModel, name: str) -> None:
     save_hf(directory / "policy" / name, merged(model))
-    if model.config.lora is not None:
+    if model.config.execution.lora is not None:
         with whole_directory(directory / "policy_adapter" / name) as draft:
-            write_peft(draft, model.config.lora, model.params, model.name)
+            write_peft(draft, model.config.execution.lora, model.params, model.name)

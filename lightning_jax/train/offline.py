@@ -88,7 +88,8 @@ def learn_from_rewards(
     upcoming = cycle(steps)
     with new_run(source, config, num_steps, start) as (config, model):
         learner = phase_updater(model.config, config, supervised=False)
-        grammars = GrammarCompiler.shared(model.tokenizer, model.config.vocab_size, config.serve)
+        vocab_size = model.config.shape.vocab_size
+        grammars = GrammarCompiler.shared(model.tokenizer, vocab_size, config.serve)
         state = learner.init(model.params)
         reference = jax.tree.map(jnp.copy, state.policy) if algorithm.has_reference else None
 

@@ -80,7 +80,7 @@ class Run:
             config, pipelines, runner, model.tokenizer, self.progress, self.compiling.start
         )
         self.grammars = GrammarCompiler.shared(
-            model.tokenizer, model.config.vocab_size, config.serve
+            model.tokenizer, model.config.shape.vocab_size, config.serve
         )
         self._idle = runner.idle
         self.collector.groups.restore(self.replica.progress)

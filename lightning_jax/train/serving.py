@@ -153,7 +153,7 @@ async def _serve_by_samplers(
         at_end.push_async_callback(samplers.end)
         spec = SamplerSpec(
             name=model.name,
-            shape=model.config,
+            config=model.config,
             tokenizer=model.tokenizer,
             serve=replace(config.serve, api_key=gateway.api_key),
             dtype=config.model.dtype,

@@ -52,7 +52,7 @@ def load_teacher(config: Config, model: LoadedModel) -> ScoresTokens | None:
     if config.distill.teacher_url is not None:
         from lightning_jax.train.remote_teacher import connect  # imports openai
 
-        return connect(config.distill, model.tokenizer, model.config.vocab_size)
+        return connect(config.distill, model.tokenizer, model.config.shape.vocab_size)
     name = config.teacher_model
     if name is None:
         return None
@@ -66,7 +66,7 @@ def load_teacher(config: Config, model: LoadedModel) -> ScoresTokens | None:
         mesh=mesh,
         dtype=config.model.dtype,
         top_k=config.distill.num_top,
-        num_ids=model.config.vocab_size,
+        num_ids=model.config.shape.vocab_size,
     )
     return Teacher(params, scorer)
 
@@ -82,7 +82,7 @@ def score_by_policy(
 def check_vocabulary(teacher: LoadedModel, model: LoadedModel) -> None:
     """Raise ModelError unless the teacher reads the token ids of `model` as the same tokens."""
     is_same = teacher.tokenizer.vocabulary == model.tokenizer.vocabulary
-    if not is_same or teacher.config.vocab_size < model.config.vocab_size:
+    if not is_same or teacher.config.shape.vocab_size < model.config.shape.vocab_size:
         raise ModelError(
             f"the teacher {teacher.name!r} has another vocabulary than {model.name!r}, so it "
             "cannot score its tokens; set distill.teacher to a model with the same tokenizer.",

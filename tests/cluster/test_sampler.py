@@ -26,7 +26,7 @@ MODEL = tiny_model(num_layers=1)
 TASK = {"id": "t", "question": "a"}
 SPEC = SamplerSpec(
     name="tiny",
-    shape=MODEL.config,
+    config=MODEL.config,
     tokenizer=MODEL.tokenizer,
     serve=ServeConfig(slots=4, max_len=64, prefill_buckets=(32,), api_key="the run's"),
     dtype="float32",

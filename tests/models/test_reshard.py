@@ -27,7 +27,7 @@ from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
 MODEL = tiny_model(num_layers=1)
-SHAPE = dataclasses.replace(MODEL.config, vocab_size=264)
+SHAPE = MODEL.config.with_shape(vocab_size=264)
 SERVE = ServeConfig(slots=2, max_len=32, prefill_buckets=(16,))
 
 
@@ -99,7 +99,7 @@ def test_a_copy_in_the_same_dtype_survives_the_donation_of_the_original() -> Non
 
 def replicas(training: Mesh, dtype: str) -> tuple[Any, Engine]:
     """Build weights split over eight devices, and an engine with a replica on each device."""
-    config = dataclasses.replace(SHAPE, tie_embeddings=True)
+    config = SHAPE.with_shape(tie_embeddings=True)
     params = weights(training)
     model = dataclasses.replace(MODEL, config=config, params=params)
     mesh = Mesh(training.devices.reshape(8, 1, 1), training.axis_names)

@@ -25,7 +25,7 @@ from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 
 MODEL = tiny_model(num_layers=1)
-CONFIG = dataclasses.replace(MODEL.config, tie_embeddings=False)
+CONFIG = MODEL.config.with_shape(tie_embeddings=False)
 COMPILER = GrammarCompiler(MODEL.tokenizer, CONFIG.vocab_size)
 LETTERS = tuple(MODEL.tokenizer.encode("abc", special=False))
 END = min(MODEL.tokenizer.eos_ids)

@@ -31,7 +31,7 @@ from lightning_jax.train.config import Config
 from lightning_jax.train.remote_teacher import RemoteTeacher, TeacherError, connect
 
 MODEL = tiny_model(seed=1, num_layers=1)
-POLICY = (MODEL.tokenizer, MODEL.config.vocab_size)
+POLICY = (MODEL.tokenizer, MODEL.config.shape.vocab_size)
 SEQUENCES = [
     dataclasses.replace(sequence([5, 6, 7], [8, 9]), teacher_coef=1.0),
     dataclasses.replace(

@@ -55,7 +55,7 @@ def test_tokens_that_a_teacher_names():
 
 def test_a_teacher_with_another_vocabulary_is_refused():
     check_vocabulary(tiny_model(seed=1, embed_dim=48), MODEL)
-    smaller = dataclasses.replace(MODEL.config, vocab_size=MODEL.config.vocab_size - 1)
+    smaller = MODEL.config.with_shape(vocab_size=MODEL.config.shape.vocab_size - 1)
     with raises_coded(ModelError, "mismatch", "distill.teacher"):
         check_vocabulary(dataclasses.replace(MODEL, config=smaller), MODEL)
 

@@ -24,7 +24,7 @@ from lightning_jax.models.attention.kv_cache import (
     segment_starts,
 )
 from lightning_jax.models.mesh import platform_of
-from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.shape import DecoderShape
 from lightning_jax.models.transformer import init_cache
 from lightning_jax.types import Leaf
 
@@ -49,7 +49,7 @@ class PageCopier:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        shape: DecoderShape,
         serve: ServeConfig,
         dtype: Any,
         sharding: jax.sharding.Sharding,
@@ -57,9 +57,9 @@ class PageCopier:
     ) -> None:
         self.num_blocks = serve.max_len // PAGE  # per row; a partial last page is not cached
         platform = platform_of(sharding)
-        wanted = int(serve.prefix_cache_mib * 2**20) // page_bytes(config, dtype, platform)
+        wanted = int(serve.prefix_cache_mib * 2**20) // page_bytes(shape, dtype, platform)
         self.num_pages = min(wanted, MAX_POOL_SIZE * serve.slots * self.num_blocks)
-        init = partial(init_cache, config, self.num_pages, PAGE, dtype, platform)
+        init = partial(init_cache, shape, self.num_pages, PAGE, dtype, platform)
         self._init = jit(init, out_shardings=sharding)
         copy = _copy_at_once if platform == "gpu" else _copy_in_loop
         self._restore, self._store = (
@@ -108,10 +108,10 @@ class PageCopier:
         return _Move(np.int32(slot), np.int32(first), padded, np.int32(len(page_ids)))
 
 
-def page_bytes(config: DecoderConfig, dtype: Any, platform: str = "cpu") -> int:
+def page_bytes(shape: DecoderShape, dtype: Any, platform: str = "cpu") -> int:
     """Return the bytes of one page for all layers, summed over the devices that share it."""
-    width = kernel_width(platform, config.head_dim)
-    numbers = 2 * config.num_layers * PAGE * config.num_kv_heads * width
+    width = kernel_width(platform, shape.head_dim)
+    numbers = 2 * shape.num_layers * PAGE * shape.num_kv_heads * width
     return numbers * np.dtype(dtype).itemsize
 
 

@@ -68,9 +68,10 @@ def init_state(
     *, config: DecoderConfig, slots: int, length: int, dtype: Any, platform: str = "cpu"
 ) -> DecodeState:
     floats, ints = jnp.zeros(slots, jnp.float32), jnp.zeros(slots, jnp.int32)
-    keys, chosen = jnp.zeros((slots, 2), jnp.uint32), None if config.num_adapters is None else ints
+    keys = jnp.zeros((slots, 2), jnp.uint32)
+    chosen = None if config.execution.num_adapters is None else ints
     return DecodeState(
-        cache=init_cache(config, slots, length, dtype, platform),
+        cache=init_cache(config.shape, slots, length, dtype, platform),
         slots=Start(ints, ints, keys, floats, floats, ints, floats, chosen),
         counts=ints,
         active=jnp.zeros(slots, bool),

@@ -12,7 +12,7 @@ compiled programs are in programs.py.
 import bisect
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from lightning_jax.models.lora import frozen_part, pick
 from lightning_jax.models.matmul import turn_kernels
 from lightning_jax.models.mesh import platform_of
 from lightning_jax.models.reshard import Spread, reshard, spread, take
-from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.sharding import cache_sharding, param_shardings
 from lightning_jax.models.transformer import init_cache
 from lightning_jax.settings import ConfigError
@@ -81,17 +81,17 @@ class SlotPrograms:
         dtype: str = "float32",
         mesh: jax.sharding.Mesh | None = None,
     ) -> None:
-        if serve.max_len > config.max_positions:
+        if serve.max_len > config.shape.max_positions:
             raise ConfigError(
-                f"serve.max_len is {serve.max_len}; the model has {config.max_positions} "
+                f"serve.max_len is {serve.max_len}; the model has {config.shape.max_positions} "
                 "positions. Lower serve.max_len.",
                 reason="out_of_range",
                 key="serve.max_len",
             )
-        self._plain, self._cache = _shardings(mesh, config)
+        self._plain, self._cache = _shardings(mesh, config.shape)
         on_one_cpu = _on_one_cpu(self._plain)
         turned = dtype == "float32" and on_one_cpu
-        self.config, self.mesh = replace(config, turned=turned), mesh
+        self.config, self.mesh = config.with_execution(turned=turned), mesh
         self.num_slots, self.max_len = serve.slots, serve.max_len
         self.steps_per_dispatch = serve.steps_per_dispatch
         buckets = serve.with_sizes().prefill_buckets
@@ -108,7 +108,7 @@ class SlotPrograms:
         self._dtype = jnp.dtype(dtype)
         self.compiler_options = _compiler_options(self._dtype) if on_one_cpu else None
         self._jit = partial(jax.jit, compiler_options=self.compiler_options)
-        self.pages = PageCopier(config, serve, self._dtype, self._cache, self._jit)
+        self.pages = PageCopier(config.shape, serve, self._dtype, self._cache, self._jit)
         self._compile_later()
 
     @property
@@ -120,12 +120,12 @@ class SlotPrograms:
         jit, plain, cache = self._jit, self._plain, self._cache
         state = DecodeState(cache, plain, plain, plain)
         length = row_length(self.max_len, self._platform)
-        sizes = {"config": self.config, "dtype": self._dtype, "platform": self._platform}
-        init = partial(programs.init_state, slots=self.num_slots, length=length, **sizes)
+        sizes = {"length": length, "dtype": self._dtype, "platform": self._platform}
+        init = partial(programs.init_state, config=self.config, slots=self.num_slots, **sizes)
         prefill = partial(programs.prefill, config=self.config)
         generate = partial(programs.generate, config=self.config)
         self._init = jit(init, out_shardings=state)
-        row = partial(init_cache, slots=1, length=length, **sizes)
+        row = partial(init_cache, shape=self.config.shape, slots=1, **sizes)
         self._init_row = jit(row, out_shardings=cache)
         self.compiler = Compiler()
         self._prefill = Executables(
@@ -174,7 +174,8 @@ class SlotPrograms:
             served = take(params, self._targets(params.params))
         else:
             served = reshard(params, self._targets(params), self._dtype)
-        return jax.block_until_ready(turn_kernels(served)) if self.config.turned else served
+        turned = self.config.execution.turned
+        return jax.block_until_ready(turn_kernels(served)) if turned else served
 
     def spread(self, params: Params, *, share_base: bool = False) -> Params | Spread:
         """Gather the weights once for `put_on_mesh` of all engines like this one.
@@ -191,7 +192,8 @@ class SlotPrograms:
     def _targets(self, params: Params) -> Any:
         if self.mesh is None:
             return self._plain
-        return pick(param_shardings(replace(self.config, turned=False), self.mesh), params)
+        config = self.config.with_execution(turned=False)
+        return pick(param_shardings(config, self.mesh), params)
 
     def init_state(self) -> DecodeState:
         """Return a state with all slots empty and inactive."""
@@ -275,7 +277,7 @@ class SlotPrograms:
 
     def _prompts(self, bucket: int, count: int) -> PromptBatch:
         zeros = np.zeros(count, np.int32)
-        adapters = None if self.config.num_adapters is None else zeros.copy()
+        adapters = None if self.config.execution.num_adapters is None else zeros.copy()
         tokens = np.zeros((count, bucket), np.int32)
         return PromptBatch(zeros.copy(), tokens, zeros.copy(), zeros.copy(), adapters)
 
@@ -332,7 +334,7 @@ class SlotPrograms:
 
     def adjustment(self, has_bias: bool = False, has_likeliest: bool = False) -> Adjustment:
         """Return a new adjustment that changes no logits: mask bits all 1, bias (if any) all 0."""
-        shape = self.num_slots, self.config.vocab_size
+        shape = self.num_slots, self.config.shape.vocab_size
         return Adjustment(
             allowed=np.full((shape[0], (shape[1] + 7) // 8), 0xFF, np.uint8),
             has_likeliest=np.bool_(has_likeliest),
@@ -399,7 +401,7 @@ class SlotPrograms:
             self._generate_adjusted.compile(size, *arguments, self.adjustment())
         size = (most, self.num_slots)
         self._generate_biased.compile(size, *arguments, self.adjustment(has_bias=True))
-        adapter = None if self.config.num_adapters is None else 0
+        adapter = None if self.config.execution.num_adapters is None else 0
         state = self.activate(state, 0, start_of(0, 0, SamplingParams(), 0, adapter))
         return jax.block_until_ready(self.retire(state, range(self.num_slots)))
 
@@ -430,7 +432,7 @@ def _compiler_options(dtype: jnp.dtype) -> dict[str, str] | None:
     return {"xla_disable_hlo_passes": "float-normalization-bf16"}
 
 
-def _shardings(mesh: jax.sharding.Mesh | None, config: DecoderConfig) -> tuple[Any, Any]:
+def _shardings(mesh: jax.sharding.Mesh | None, shape: DecoderShape) -> tuple[Any, Any]:
     """Return the shardings of small arrays and of the cache.
 
     Every array is committed to one, because an uncommitted array makes JAX compile a program again.
@@ -439,7 +441,7 @@ def _shardings(mesh: jax.sharding.Mesh | None, config: DecoderConfig) -> tuple[A
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return device, device
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return replicated, cache_sharding(config, mesh)
+    return replicated, cache_sharding(shape, mesh)
 
 
 def _prefill_size(cache: KVCache, batch: ChunkBatch) -> Size:

@@ -14,6 +14,9 @@ from lightning_jax.models.attention.blockwise import ENDLESS, MASKED
 from lightning_jax.models.mesh import partition
 from lightning_jax.models.shape import RopeScaling
 
+# Cosine and sine of every angle, in float32.
+RopeTables = tuple[Float[Array, "B T 1 F"], Float[Array, "B T 1 F"]]
+
 _SMALL = 128 * 128  # query-key pairs; up to this many, all scores are computed at once
 _CPU_BLOCK = 128  # the scores of a block fit in a core's cache
 _DEFAULT_BLOCK = 1024  # on other platforms, few large products are faster than many small ones
@@ -37,10 +40,8 @@ def rope_frequencies(
     return frequencies * (keep + (1.0 - keep) / scaling.factor)
 
 
-def rope_tables(
-    positions: Int[Array, "B T"], frequencies: Float[Array, " F"]
-) -> tuple[Float[Array, "B T 1 F"], Float[Array, "B T 1 F"]]:
-    """Return the float32 cosine and sine of every angle, computed once for all layers."""
+def rope_tables(positions: Int[Array, "B T"], frequencies: Float[Array, " F"]) -> RopeTables:
+    """Return the cosines and sines of these positions, computed once for all layers."""
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
 
     def by_loop(angles: Any) -> Any:

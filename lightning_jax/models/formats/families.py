@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.model_files import ModelError
-from lightning_jax.models.shape import DecoderConfig, RopeScaling
+from lightning_jax.models.shape import DecoderShape, RopeScaling
 from lightning_jax.system.text import in_one_line
 
 _NO_WINDOW = {"use_sliding_window": False}
@@ -21,7 +21,7 @@ _SIZES = (
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _LIMITS = dict.fromkeys(_SIZES, MAX_SIZE) | {"num_layers": MAX_LAYERS}
 _QWEN = {"vocab_size": 151936, "rope_theta": 1e6, "norm_eps": 1e-6}
-_QWEN_2_5_1_5B = DecoderConfig(
+_QWEN_2_5_1_5B = DecoderShape(
     **_QWEN,
     embed_dim=1536,
     mlp_dim=8960,
@@ -33,7 +33,7 @@ _QWEN_2_5_1_5B = DecoderConfig(
     max_positions=32768,
     family="qwen2",
 )
-_QWEN_3_8B = DecoderConfig(
+_QWEN_3_8B = DecoderShape(
     **_QWEN,
     embed_dim=4096,
     mlp_dim=12288,
@@ -94,8 +94,8 @@ def refuse_experts(where: object, keys: Collection[str]) -> None:
         )
 
 
-def checked_config(where: object, names: Mapping[str, str], **fields: Any) -> DecoderConfig:
-    """Build the config of a model from the fields of a file.
+def checked_shape(where: object, names: Mapping[str, str], **fields: Any) -> DecoderShape:
+    """Build the shape of a model from the fields of a file.
 
     `names` has the file's name for each of our fields. Raises ModelError for a value that no model
     can have.
@@ -105,7 +105,7 @@ def checked_config(where: object, names: Mapping[str, str], **fields: Any) -> De
         if ours in _LIMITS and not (type(value) is int and 1 <= value <= _LIMITS[ours]):
             raise impossible(where, name, value, f"an integer from 1 to {_LIMITS[ours]}")
     try:
-        return DecoderConfig(**fields)
+        return DecoderShape(**fields)
     except InvalidValue as error:
         raise ModelError(
             f"{where} does not describe a model: {error}; use another file of it",

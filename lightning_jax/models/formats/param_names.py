@@ -1,6 +1,6 @@
 """Table of each parameter's name in our tree, in a Hugging Face file and in a GGUF file."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lightning_jax.models.model_files import ModelError
-from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.transformer import Params, param_shapes
 
 ParamPath = tuple[str, ...]
@@ -62,10 +62,10 @@ _IN_LAYER = {
 }
 
 
-def named_params(config: DecoderConfig) -> list[NamedParam]:
-    """List every parameter of a model with this config, without adapters."""
-    base = replace(config, lora=None, num_adapters=None)  # adapters are in separate files
-    return [_named_param(path, leaf.shape) for path, leaf in flatten(param_shapes(base)).items()]
+def named_params(shape: DecoderShape) -> list[NamedParam]:
+    """List every parameter of a model with this shape. Adapters are in separate files."""
+    shapes = flatten(param_shapes(DecoderConfig(shape)))
+    return [_named_param(path, leaf.shape) for path, leaf in shapes.items()]
 
 
 def _named_param(path: ParamPath, shape: tuple[int, ...]) -> NamedParam:

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
-from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.shape import DecoderShape
 from lightning_jax.models.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -19,9 +19,9 @@ CHATML = (
 )
 
 
-def tiny_config(*, num_layers: int = 2, embed_dim: int = 32) -> DecoderConfig:
+def tiny_shape(*, num_layers: int = 2, embed_dim: int = 32) -> DecoderShape:
     """Return a shape with 4 query heads, 2 key heads, 259 tokens and tied embeddings."""
-    return DecoderConfig(
+    return DecoderShape(
         vocab_size=256 + len(SPECIAL_TOKENS),
         embed_dim=embed_dim,
         mlp_dim=2 * embed_dim,

@@ -55,7 +55,7 @@ class Learner:
             seed=seed,
         )
         self._grammars = GrammarCompiler.shared(
-            model.tokenizer, model.config.vocab_size, ServeConfig()
+            model.tokenizer, model.config.shape.vocab_size, ServeConfig()
         )
         self._shell = replace(model, params={})
         self.state = self.updater.init(jax.tree.map(np.array, model.params))

@@ -97,7 +97,7 @@ class Head:
     @property
     def is_trained(self) -> bool:
         """False with adapters, which leave the head unchanged."""
-        return self.config.lora is None
+        return self.config.execution.lora is None
 
     def read(self, params: Params, table: Any, hidden: Any, targets: "_Targets") -> TargetScores:
         """Return the scores of a chunk's targets."""
@@ -140,11 +140,11 @@ class Head:
         forward pass.
         """
         left, right = (array.reshape(-1, array.shape[-1]) for array in (hidden, logit_grads))
-        if self.config.tie_embeddings:
+        if self.config.shape.tie_embeddings:
             left, right = right, left
 
         def grad(kernel: Any) -> Any:
-            dtype = kernel.dtype if self.config.activation_dtype else jnp.float32
+            dtype = kernel.dtype if self.config.execution.activation_dtype else jnp.float32
             return product(left.astype(dtype), right.astype(dtype), (0, 0))
 
         return jax.tree.map(grad, params)

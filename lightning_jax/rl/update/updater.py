@@ -357,7 +357,7 @@ def make_updater(  # noqa: PLR0913  (the arguments are independent)
         transformation = vmap_optimizer(transformation, policies.number)
     functions = partial(
         train_step.make_train_functions,
-        dataclasses.replace(model, scans_layers=mesh.devices.flat[0].platform == "cpu"),
+        model.with_execution(scans_layers=mesh.devices.flat[0].platform == "cpu"),
         transformation,
         head_chunk=batch.head_chunk,
         remat=remat,

@@ -75,7 +75,7 @@ def state_items(
         reference = MemoryItem("reference policy", weights, f"Set {without}")
         items.append(reference.times(num_trained))
     if config.teacher_model is not None:
-        shape = load_shape(config.teacher_model)
+        shape = DecoderConfig(load_shape(config.teacher_model))
         teacher = weight_bytes(shape, mesh, jnp.dtype(config.model.dtype))
         items.append(MemoryItem("teacher", teacher, "Set distill.teacher to a smaller model"))
     return items
@@ -90,10 +90,10 @@ def serving_items(
 ) -> list[MemoryItem]:
     """Return the memory of the engines."""
     serve, dtype = config.serve, jnp.dtype(config.model.dtype)
-    sharding = cache_sharding(model, mesh)
+    sharding = cache_sharding(model.shape, mesh)
     length = row_length(serve.max_len, platform_of(sharding))
     slots = cache_bytes(model, serve.slots, length, sharding, dtype)
-    num_pages = PageCopier(model, serve, dtype, sharding).num_pages
+    num_pages = PageCopier(model.shape, serve, dtype, sharding).num_pages
     pages = num_pages * cache_bytes(model, 1, PAGE, sharding, dtype)
     whole = weight_bytes(model, mesh, dtype)
     weights = weight_bytes(model, mesh, dtype, trained_part) if shares_base else whole

@@ -18,7 +18,7 @@ from lightning_jax.models.sharding import cache_sharding
 from lightning_jax.models.transformer import init_cache
 from lightning_jax.testing.tiny import tiny_model
 
-CONFIG = tiny_model(0).config
+SHAPE = tiny_model(0).config.shape
 SERVE = ServeConfig(slots=3, max_len=100)  # six whole pages and four tokens
 
 
@@ -31,12 +31,12 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def copier(serve: ServeConfig = SERVE, sharding: Any = None) -> PageCopier:
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return PageCopier(CONFIG, serve, jnp.dtype("float32"), sharding)
+    return PageCopier(SHAPE, serve, jnp.dtype("float32"), sharding)
 
 
 def numbers(slots: int, length: int, sharding: Any, platform: str = "cpu") -> KVCache:
     """Return a cache in which every number is different."""
-    zeros = init_cache(CONFIG, slots, length, platform=platform)
+    zeros = init_cache(SHAPE, slots, length, platform=platform)
     return jax.device_put(
         jax.tree.map(lambda leaf: leaf + np.arange(leaf.size).reshape(leaf.shape), zeros), sharding
     )
@@ -53,7 +53,7 @@ def token_rows(cache: KVCache) -> np.ndarray:
 def devices(kind: str) -> Any:
     if kind == "one":
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return cache_sharding(CONFIG, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+    return cache_sharding(SHAPE, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
 
 
 @pytest.mark.parametrize("kind", ["one", "eight"])
@@ -106,7 +106,7 @@ def test_pages_on_both_sides_of_a_border_between_segments(platform: str):
 
 def test_a_copy_moves_pages_and_never_the_pool():
     pages = copier(ServeConfig(slots=16, max_len=1024))
-    pool, cache = pages.init_pool(), init_cache(CONFIG, 16, 1024)
+    pool, cache = pages.init_pool(), init_cache(SHAPE, 16, 1024)
     move = pages._move(1, 1, (0,))
     programs = {
         "store": pages._store.lower(pool, cache, move),
@@ -121,14 +121,14 @@ def test_a_copy_moves_pages_and_never_the_pool():
 
 
 def test_the_pool_is_as_large_as_asked_but_not_larger_than_it_can_be_used():
-    mib = 5.5 * page_bytes(CONFIG, jnp.dtype("float32")) / 2**20
+    mib = 5.5 * page_bytes(SHAPE, jnp.dtype("float32")) / 2**20
     assert copier(ServeConfig(slots=3, max_len=100, prefix_cache_mib=mib)).num_pages == 5
     assert copier().num_pages == MAX_POOL_SIZE * 3 * 6
-    assert page_bytes(CONFIG, jnp.dtype("float32"), "tpu") == 128 // CONFIG.head_dim * page_bytes(
-        CONFIG, jnp.dtype("float32")
+    assert page_bytes(SHAPE, jnp.dtype("float32"), "tpu") == 128 // SHAPE.head_dim * page_bytes(
+        SHAPE, jnp.dtype("float32")
     )
     off = copier(ServeConfig(prefix_cache_mib=0.0))
-    cache, pool = off.warmup(init_cache(CONFIG, 1, 16), off.init_pool())
+    cache, pool = off.warmup(init_cache(SHAPE, 1, 16), off.init_pool())
     assert off.num_pages == 0
     assert [held.layers[0].keys[0].shape[0] for held in (pool, cache)] == [0, 1]
 

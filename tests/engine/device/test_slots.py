@@ -88,7 +88,7 @@ def test_prefill_and_decode_equal_one_full_pass(model, engine, length):
 def test_beside_bfloat16_weights_activations_may_be_float32():
     model = tiny_model(0)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
-    config = replace(model.config, activation_dtype="float32")
+    config = model.config.with_execution(activation_dtype="float32")
     engine = SlotPrograms(config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
     params, state = engine.put_on_mesh(model.params), engine.init_state()
     assert {leaf.dtype for leaf in jax.tree.leaves((state.cache, params))} == {
@@ -109,7 +109,7 @@ def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
 
     def float32_of_the_cache(options):
         write = jax.jit(programs.prefill, static_argnames="config", compiler_options=options)
-        cache = init_cache(model.config, 4, 96, jnp.bfloat16)
+        cache = init_cache(model.config.shape, 4, 96, jnp.bfloat16)
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
         numbers = np.array([3], np.int32)
         tokens = np.arange(8, dtype=np.int32)[None]
@@ -126,7 +126,7 @@ def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
 def test_one_cpu_serves_turned_kernels(model, engine):
     query = engine.put_on_mesh(model.params)["layers_0"]["q"]
     np.testing.assert_array_equal(query["kernel_t"], model.params["layers_0"]["q"]["kernel"].T)
-    assert engine.config.turned and "kernel" not in query
+    assert engine.config.execution.turned and "kernel" not in query
 
 
 def test_prompts_filled_together_while_another_decodes_are_as_if_alone(model):
@@ -257,7 +257,7 @@ def test_a_bias_of_one_slot_does_not_reach_the_others(model, engine):
         state = begin(engine, params, engine.init_state(), 0, [1, 2, 3], plain)
         state = begin(engine, params, state, 2, [7, 8, 9], plain)
         adjustment = engine.adjustment(has_bias=True)
-        adjustment.bias[2] = np.where(np.arange(model.config.vocab_size) < 5, 0.0, -np.inf)
+        adjustment.bias[2] = np.where(np.arange(model.config.shape.vocab_size) < 5, 0.0, -np.inf)
         tokens, logprobs = [], []
         for _ in range(12):
             state, sampled = engine.generate(
@@ -392,14 +392,14 @@ def test_one_and_eight_devices_agree(model, engine):
         state = begin(one, params, one.init_state(), 1, ids)
         state, tokens, logprobs = decode(one, params, state, [1], 6)
         adjustment = one.adjustment(has_bias=True, has_likeliest=True)
-        adjustment.bias[:] = np.arange(model.config.vocab_size)
+        adjustment.bias[:] = np.arange(model.config.shape.vocab_size)
         _, biased = one.generate(params, state, adjustment=adjustment)
         assert biased.likeliest is not None
         results.append((tokens, logprobs, biased.likeliest.logprobs[1], int(biased.tokens[1])))
     np.testing.assert_array_equal(results[0][0], results[1][0])
     np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-5)
     np.testing.assert_allclose(results[0][2], results[1][2], atol=1e-5)
-    assert results[0][3] == results[1][3] == model.config.vocab_size - 1
+    assert results[0][3] == results[1][3] == model.config.shape.vocab_size - 1
 
 
 def test_what_does_not_fit_is_refused(model, engine):
@@ -433,7 +433,7 @@ def no_kept_programs() -> Iterator[None]:
 def test_no_accelerator_copies_the_cache(target: str, package: str, head_dim: int) -> None:
     """The accelerators' compilers need no device."""
     pytest.importorskip(package)
-    config = replace(tiny_model(0).config, head_dim=head_dim, max_positions=8192)
+    config = tiny_model(0).config.with_shape(head_dim=head_dim, max_positions=8192)
     mesh = make_mesh(MeshConfig(1, 2, 2), target_devices(target)[0])
     serve = ServeConfig(slots=64, max_len=8192)  # too large for a TPU's core memory
     engine = SlotPrograms(config, serve, dtype="bfloat16", mesh=mesh)

@@ -160,6 +160,6 @@ def test_output_weights_of_their_own_count_more_than_the_config(directory: Path)
     assert load_model(str(directory)).config.tie_embeddings
     _write(directory / NAMED, arrays | {HEAD: arrays[EMBEDDING] + 1.0})
     loaded = load_model(str(directory))
-    assert not loaded.config.tie_embeddings
+    assert not loaded.config.shape.tie_embeddings
     head = np.asarray(loaded.params["head"]["kernel"])
     np.testing.assert_array_equal(head.T, arrays[EMBEDDING] + 1.0)

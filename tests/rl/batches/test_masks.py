@@ -33,7 +33,7 @@ from lightning_jax.types import Transition
 
 STRICT_PROMOTION = False  # optax mixes dtypes
 MODEL = tiny_model(num_layers=1)
-VOCAB = MODEL.config.vocab_size
+VOCAB = MODEL.config.shape.vocab_size
 COMPILER = GrammarCompiler(MODEL.tokenizer, VOCAB)
 A, B, C = MODEL.tokenizer.encode("abc", special=False)
 SHAPE = BatchConfig(rows=8, row_len=128, max_targets=128, head_chunk=16)

@@ -16,7 +16,7 @@ from lightning_jax.rl.update.logprobs import Head, head_params, score_nodes
 from lightning_jax.testing.tiny import tiny_model
 
 MODEL = tiny_model(num_layers=1)
-TIED = dataclasses.replace(MODEL.config, tie_embeddings=True)
+TIED = MODEL.config.with_shape(tie_embeddings=True)
 ROWS, NODES, TARGETS, CHUNK = 2, 20, 12, 4
 
 
@@ -35,7 +35,7 @@ def targets() -> Any:
 
 BATCH = targets()
 NODE_STATES = jnp.asarray(
-    np.random.default_rng(1).normal(size=(ROWS, NODES, MODEL.config.embed_dim)), jnp.float32
+    np.random.default_rng(1).normal(size=(ROWS, NODES, MODEL.config.shape.embed_dim)), jnp.float32
 )
 
 
@@ -77,8 +77,8 @@ def value_and_grads(read: Any, params: Any, nodes: Any, config: Any) -> Any:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_chunks_and_their_gradient_equal_those_of_all_logits(tied: bool) -> None:
-    config = dataclasses.replace(MODEL.config, tie_embeddings=tied)
-    kernel = 0.2 * np.random.default_rng(2).normal(size=(MODEL.config.embed_dim, 259))
+    config = MODEL.config.with_shape(tie_embeddings=tied)
+    kernel = 0.2 * np.random.default_rng(2).normal(size=(MODEL.config.shape.embed_dim, 259))
     head = {"kernel": jnp.asarray(kernel, jnp.float32)}
     params = MODEL.params if tied else MODEL.params | {"head": head}
     read = head_params(params, None)

@@ -38,7 +38,7 @@ STRICT_PROMOTION = False  # optax mixes dtypes
 MODEL = tiny_model()
 SHALLOW = dataclasses.replace(  # compiles faster, for tests that do not need depth
     MODEL,
-    config=dataclasses.replace(MODEL.config, num_layers=1),
+    config=MODEL.config.with_shape(num_layers=1),
     params={name: value for name, value in MODEL.params.items() if name != "layers_1"},
 )
 SHAPE = BatchConfig(rows=2, row_len=32, max_targets=16, head_chunk=4)
@@ -304,7 +304,7 @@ def test_sgd_update_subtracts_the_gradient():
     assert metrics["train/grad_norm"] == pytest.approx(float(optax.tree.norm(expected)), rel=1e-4)
     assert metrics["train/num_tokens"] == 9
     assert metrics["train/mismatch_kl"] < 0.01
-    assert 0.0 < metrics["train/entropy"] <= np.log(MODEL.config.vocab_size) + 1e-5
+    assert 0.0 < metrics["train/entropy"] <= np.log(MODEL.config.shape.vocab_size) + 1e-5
     assert metrics["train/skipped_updates"] == 0.0
 
 
@@ -341,7 +341,7 @@ def test_supervised_steps_learn_a_response():
     for _ in range(25):
         state, metrics = update(made, state, batches)
         history.append(metrics["train/nll"])
-    assert history[0] == pytest.approx(np.log(SHALLOW.config.vocab_size), abs=0.5)
+    assert history[0] == pytest.approx(np.log(SHALLOW.config.shape.vocab_size), abs=0.5)
     assert history[-1] < 0.5
     assert compiles(made.grads_fn) == compiles(made.apply_fn) == 1
 
