@@ -44,7 +44,7 @@ def rope_tables(positions: Int[Array, "B T"], frequencies: Float[Array, " F"]) -
     """Return the cosines and sines of these positions, computed once for all layers."""
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
 
-    def by_loop(angles: Any) -> Any:
+    def by_loop(angles: Array) -> tuple[Array, Array]:
         # XLA cannot recompute a loop's result where it is used. Without the loop, XLA on a CPU
         # recomputes cosine and sine for every head of every layer and of its gradient.
         tables = jax.lax.map(
@@ -53,7 +53,7 @@ def rope_tables(positions: Int[Array, "B T"], frequencies: Float[Array, " F"]) -
         )
         return tables[0], tables[1]
 
-    def at_once(angles: Any) -> Any:
+    def at_once(angles: Array) -> tuple[Array, Array]:
         return jnp.cos(angles), jnp.sin(angles)
 
     return jax.lax.platform_dependent(angles, cpu=by_loop, default=at_once)
@@ -104,19 +104,22 @@ def attend_blocks(
 
 
 @jax.custom_vjp
-def _attend(*inputs: Any) -> Any:
+def _attend(*inputs: Array) -> Array:
     return _attend_forward(*inputs)[0]
 
 
-def _attend_forward(*inputs: Any) -> Any:
+def _attend_forward(*inputs: Array) -> tuple[Array, tuple[Array, ...]]:
     kernels = blockwise.forward, flash_tpu.forward, flash_gpu.forward
     out, log_sums = _by_platform(*kernels, *inputs)
     return out, (*inputs, out, log_sums)
 
 
-def _attend_backward(saved: Any, out_grad: Any) -> Any:
+def _attend_backward(
+    saved: tuple[Array, ...], out_grad: Array
+) -> tuple[Array, Array, Array, None, None]:
     kernels = blockwise.backward, flash_tpu.backward, flash_gpu.backward
-    return *_by_platform(*kernels, *saved, out_grad), None, None
+    queries, keys, values = _by_platform(*kernels, *saved, out_grad)
+    return queries, keys, values, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
