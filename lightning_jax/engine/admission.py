@@ -9,7 +9,7 @@ from typing import Generic, Literal, TypeVar
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import (
-    Delivery,
+    ChunkDelivery,
     Draining,
     EngineError,
     Generation,
@@ -128,7 +128,7 @@ class Intake(Generic[Request]):
         """End every open request with `error`, and refuse later ones. The first failure stays."""
         with self._lock:
             self.failure = self.failure or error
-            failed = [Delivery(generation, None, self.failure) for generation in self._open]
+            failed = [ChunkDelivery(generation, None, self.failure) for generation in self._open]
             self.remove(list(self._open))
         deliver(failed)
 

@@ -59,7 +59,7 @@ class Engine:
             programs = make_programs(model.config, self.serve, dtype=dtype, mesh=mesh)
         self._programs = programs[0]
         self.devices = {device for replica in programs for device in replica.devices}
-        params = self._programs.spread(model.params, share_base=share_base)
+        params = self._programs.prepare_copy(model.params, share_base=share_base)
         loop = _loop_type(self.serve)
         self._loops = [loop(p, params, version, model.tokenizer, self.serve) for p in programs]
         self._router = Router(len(self._loops), self.serve.slots)
@@ -141,9 +141,9 @@ class Engine:
         the replicas go on decoding. See `EngineLoop.load_weights`.
         """
         version = self.version + 1 if version is None else version
-        spread = None if params is None else self._programs.spread(params)
+        copy = None if params is None else self._programs.prepare_copy(params)
         for loop in self._loops:
-            loop.load_weights(spread, version)
+            loop.load_weights(copy, version)
         if params is not None:
             self._router.forget()
 

@@ -24,7 +24,7 @@ from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.lora import frozen_part, overlay
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.system.threads import Turns
+from lightning_jax.system.threads import DeviceTurns
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class EngineLoop(SlotLoop[Request]):
     """One replica of an engine: `start` it, `submit` from an event loop, then `close` it.
 
     Copies `params`, here and in `load_weights`, so the caller may donate them to the next train
-    step. Params from `SlotPrograms.spread` are shared instead. For a model with adapters,
+    step. Params from `SlotPrograms.prepare_copy` are shared instead. For a model with adapters,
     `load_weights` takes only the adapters.
     """
 
@@ -70,7 +70,7 @@ class EngineLoop(SlotLoop[Request]):
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._thread: threading.Thread | None = None
-        self.dispatching = Turns()  # held while a program starts on the devices
+        self.dispatching = DeviceTurns()  # held while a program starts on the devices
 
     # Public methods, for any thread.
 

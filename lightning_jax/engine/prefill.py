@@ -13,12 +13,12 @@ from lightning_jax.engine.device.prefix_cache import MIN_REUSE, PrefixCache
 from lightning_jax.engine.device.programs import DecodeState, start_of
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.scheduler import Admission
-from lightning_jax.engine.score import Scorer
+from lightning_jax.engine.score import PromptScorer
 
 _COUNTERS = ("requests", "prefill_tokens", "prefix_hit_tokens")
 
 
-class Prompts:
+class Prefill:
     """Prefill of admitted requests, on the engine's thread only.
 
     The caller holds the decode state.
@@ -26,7 +26,7 @@ class Prompts:
 
     def __init__(self, programs: SlotPrograms, prefixes: PrefixCache) -> None:
         self._programs, self._prefixes = programs, prefixes
-        self._scorer = Scorer(programs.config, programs.capacities)
+        self._scorer = PromptScorer(programs.config, programs.capacities)
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
     def hold(self, request: Request) -> None:

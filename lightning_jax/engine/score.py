@@ -17,7 +17,7 @@ from lightning_jax.models.transformer import forward, unembed
 ROWS = 64  # positions whose logits are in memory at once
 
 
-class Scorer:
+class PromptScorer:
     """Scorer of whole prompts.
 
     It compiles at the first prompt of each length, not at warm-up, because training never uses it.

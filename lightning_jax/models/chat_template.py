@@ -13,7 +13,7 @@ import jinja2.meta
 import jinja2.nodes
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.template_limits import RENDERED, LimitedEnvironment, start
+from lightning_jax.models.template_limits import RENDERED, LimitedEnvironment, start_clock
 from lightning_jax.types import Message
 
 _MARK = "@@answer-7d1f@@"  # no template writes this itself
@@ -62,7 +62,7 @@ def render(
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        start()
+        start_clock()
         compiled = _compiled(template)
         return compiled.environment.render(compiled, variables)  # type: ignore[attr-defined]
     except Exception as error:
@@ -81,7 +81,7 @@ def with_defaults(template: str, kwargs: Mapping[str, Any]) -> str:
     TemplateError if the template cannot be parsed or never reads one of the variables.
     """
     try:
-        start()
+        start_clock()
         environment = _compiled(template).environment
         found = jinja2.meta.find_undeclared_variables(environment.parse(template))
     except Exception as error:

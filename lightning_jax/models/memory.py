@@ -62,8 +62,8 @@ def turns_kernels(engine: Mesh, dtype: Any) -> bool:
     return is_one_cpu and jnp.dtype(dtype) == jnp.float32
 
 
-def spread_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any) -> int:
-    """Return the bytes of `reshard.spread` of trained weights, less those the engine keeps."""
+def copy_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any) -> int:
+    """Return the bytes of `prepare_copy` of trained weights, less those the engine keeps."""
     shapes = trained_part(param_shapes(model))
     held, wanted = (
         jax.tree.leaves(pick(param_shardings(model, mesh), shapes)) for mesh in (training, engine)

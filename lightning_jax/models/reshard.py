@@ -1,8 +1,8 @@
 """Device-to-device copies of weights, which bring new weights to an engine.
 
-A copy has two halves. `spread` casts the weights on their own devices, in one program, and lays
-them out in the parts that engines need. `take` gives an engine its parts. Identical engines take
-from the same spread, so the weights are gathered once for any number of engines.
+A copy has two halves. `prepare_copy` casts the weights on their own devices, in one program, and
+lays them out in the parts that engines need. `take_copy` gives an engine its parts. Identical
+engines take from the same copy, so the weights are gathered once for any number of engines.
 
 Weights on the host go through Ray's object store. It keeps the bytes of an array that pickle takes
 out of band, and gives them to all processes of a machine without a copy. NumPy does this for its
@@ -31,7 +31,7 @@ _cast = jax.jit(lambda leaf, dtype: leaf.astype(dtype), static_argnums=1)
 
 
 @dataclass(frozen=True)
-class Spread:
+class ServingCopy:
     """Weights in the serving dtype, on the devices they came from.
 
     Engines share these arrays if they can. They are never donated.
@@ -49,7 +49,7 @@ def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
     without the others.
     """
     if all(_is_local(leaf) for leaf in jax.tree.leaves(params)):
-        return take(spread(params, shardings, dtype), shardings)
+        return take_copy(prepare_copy(params, shardings, dtype), shardings)
     targets = jax.tree.leaves(shardings)
     everywhere = _in_every_process(targets[0].mesh)
     leaves, form = jax.tree.flatten(_copy(params, dtype))
@@ -61,9 +61,9 @@ def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
     return form.unflatten(map(_local_part, moved, targets))
 
 
-def spread(
+def prepare_copy(
     params: Params, shardings: Any, dtype: Any, *, shared: Collection[ParamPath] = ()
-) -> Spread:
+) -> ServingCopy:
     """Cast the weights of one process, and lay them out for engines with these `shardings`.
 
     Arrays at the `shared` paths are not copied if they already have this layout and `dtype`. The
@@ -75,26 +75,26 @@ def spread(
         layout(leaf.sharding, target)
         for leaf, target in zip(leaves, _list_shardings(shardings, params), strict=True)
     ]
-    wanted = [
+    to_cast = [
         i
         for i, (path, leaf, layout_here) in enumerate(zip(paths, leaves, layouts, strict=True))
         if path not in shared
         or leaf.dtype != jnp.dtype(dtype)
         or not leaf.sharding.is_equivalent_to(layout_here, leaf.ndim)
     ]
-    cast = _caster(jnp.dtype(dtype), tuple((leaves[i].sharding, layouts[i]) for i in wanted))
-    for i, copied in zip(wanted, cast([leaves[i] for i in wanted]), strict=True):
+    cast = _caster(jnp.dtype(dtype), tuple((leaves[i].sharding, layouts[i]) for i in to_cast))
+    for i, copied in zip(to_cast, cast([leaves[i] for i in to_cast]), strict=True):
         leaves[i] = copied
-    return Spread(unflatten(dict(zip(paths, leaves, strict=True))))
+    return ServingCopy(unflatten(dict(zip(paths, leaves, strict=True))))
 
 
-def take(found: Spread, shardings: Any) -> Params:
-    """Copy the spread weights to these shardings of the same process, and wait for the copy.
+def take_copy(copy: ServingCopy, shardings: Any) -> Params:
+    """Copy the prepared weights to these shardings of the same process, and wait for the copy.
 
     A part that is already on its device is not copied.
     """
-    leaves, form = jax.tree.flatten(found.params)
-    targets = _list_shardings(shardings, found.params)
+    leaves, form = jax.tree.flatten(copy.params)
+    targets = _list_shardings(shardings, copy.params)
     parts, at = [], []
     for leaf, target in zip(leaves, targets, strict=True):
         shards = {

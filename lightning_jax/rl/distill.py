@@ -42,7 +42,7 @@ TokenIds = tuple[int, ...]
 HintedPrompts = Mapping[tuple[int, TokenIds], TokenIds]
 
 
-def mix(
+def weigh_teacher(
     sequences: Sequence[TrainingSequence], *, coef: float, reward_coef: float, kl: str = "forward"
 ) -> list[TrainingSequence]:
     """Return the sequences with `coef` for the teacher, and advantages times `reward_coef`.
@@ -116,7 +116,7 @@ def count_unscored(scores: Scores, *, by_server: bool) -> Metrics:
 
 
 @dataclass(frozen=True)
-class Scorer:
+class TeacherScorer:
     """Forward pass of a teacher's weights over a forest, which computes shared tokens once."""
 
     scores_fn: Callable[..., list[TargetScores]]  # of `TrainFunctions`, or of another model
@@ -168,7 +168,7 @@ def make_scorer(
     dtype: str,
     top_k: int = 0,
     num_ids: int | None = None,
-) -> Scorer:
+) -> TeacherScorer:
     """Return the scorer of a model that is not trained, which computes in `dtype`.
 
     It names `top_k` tokens at each target, with ids below `num_ids`.
@@ -183,7 +183,7 @@ def make_scorer(
         num_ids=num_ids,
     )
     scores_fn = jax.jit(map_bundle(forward.scores), static_argnums=3)
-    return Scorer(scores_fn, batch, mesh, top_k)
+    return TeacherScorer(scores_fn, batch, mesh, top_k)
 
 
 def hint_places(prompts: Sequence[TokenIds], end_id: int) -> list[int | None]:

@@ -63,7 +63,7 @@ def credit_scopes(
     return tuple(scope for scope in scopes_of(policies) if scope.trains)
 
 
-def pack(scopes: Sequence[PolicyScope], items: Sequence[Item]) -> Any:
+def pack_by_policy(scopes: Sequence[PolicyScope], items: Sequence[Item]) -> Any:
     """Return the items of the scopes by policy, or the item of `ALL` by itself.
 
     Checkpoints have this structure.
@@ -72,6 +72,6 @@ def pack(scopes: Sequence[PolicyScope], items: Sequence[Item]) -> Any:
     return by_policy.get("", by_policy)
 
 
-def unpack(scopes: Sequence[PolicyScope], packed: Any) -> list[Any]:
+def unpack_by_policy(scopes: Sequence[PolicyScope], packed: Any) -> list[Any]:
     """Return the items that `pack` packed, in the order of the scopes."""
     return [packed[scope.policy] if scope.policy else packed for scope in scopes]

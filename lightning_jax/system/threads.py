@@ -50,7 +50,7 @@ def start_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
     return future
 
 
-class Turns:
+class DeviceTurns:
     """Lock that a thread which takes it again and again leaves to others in between."""
 
     def __init__(self) -> None:

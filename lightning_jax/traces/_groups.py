@@ -33,7 +33,7 @@ class Job:
         except BaseException as error:  # noqa: BLE001  (raised again in the waiting caller)
             self.error = error
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Give the result to the caller, unless it was cancelled. For the event loop's thread."""
         if self.future.done():
             return
@@ -87,4 +87,4 @@ class GroupThread:
 
 def _settle(jobs: Sequence[Job]) -> None:
     for job in jobs:
-        job.settle()
+        job.resolve()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from lightning_jax.engine.grammar.compiler import GrammarCompiler
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rl.batches.masks import with_masks
-from lightning_jax.rl.distill import mix
+from lightning_jax.rl.distill import weigh_teacher
 from lightning_jax.rl.prepare import prepare_policies
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.update.noise_scale import noise_metrics
@@ -265,7 +265,7 @@ class Run:
         """Return (the sequences that a teacher will score, with its hints, metrics)."""
         distill = self.config.distill
         coef = distill.coef_at(self.step - self.config.warmup.num_steps)
-        mixed = mix(sequences, coef=coef, reward_coef=distill.reward_coef, kl=distill.kl)
+        mixed = weigh_teacher(sequences, coef=coef, reward_coef=distill.reward_coef, kl=distill.kl)
         metrics: Metrics = {}
         if self.hints is not None and coef > 0:
             mixed, metrics = self.hints.add(mixed, trajectories, self.collector.tasks)

@@ -9,7 +9,7 @@ from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.sharding import param_shardings, put_on_mesh
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.distill import Scorer, Scores, make_scorer
+from lightning_jax.rl.distill import Scores, TeacherScorer, make_scorer
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.update.updater import Updater
 from lightning_jax.train.config import Config
@@ -33,7 +33,7 @@ class Teacher:
     """Weights of the teacher on the training mesh, and its forward pass."""
 
     params: Params
-    scorer: Scorer
+    scorer: TeacherScorer
 
     def score(self, sequences: Sequence[TrainingSequence]) -> Scores:
         """Return the scores of each sequence. The teacher has no adapters for several policies."""
@@ -75,7 +75,7 @@ def score_by_policy(
     learner: Updater, params: Params, sequences: Sequence[TrainingSequence], top_k: int
 ) -> Scores:
     """Return the scores of each sequence by the policy's own weights, which read the hints."""
-    scorer = Scorer(learner.functions.scores_fn, learner.batch, learner.mesh, top_k)
+    scorer = TeacherScorer(learner.functions.scores_fn, learner.batch, learner.mesh, top_k)
     return scorer(params, sequences)
 
 

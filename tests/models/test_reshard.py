@@ -111,13 +111,13 @@ def test_engines_of_one_run_gather_once_and_read_nothing_on_the_host(
 ) -> None:
     with jax.transfer_guard_device_to_host("allow"):
         params, engine = replicas(make_mesh(MeshConfig(1, 8, 1)), "bfloat16")
-    gathered, original = [], module.spread
+    gathered, original = [], module.prepare_copy
 
     def counted(*args: Any, **more: Any) -> Any:
         gathered.append(original(*args, **more))
         return gathered[-1]
 
-    monkeypatch.setattr("lightning_jax.engine.device.slots.spread", counted)
+    monkeypatch.setattr("lightning_jax.engine.device.slots.prepare_copy", counted)
     compiled = module._caster.cache_info().misses
     host_reads.clear()
     engine.publish(params)
@@ -151,12 +151,12 @@ def test_frozen_weights_are_shared_where_they_lie_as_the_engine_reads_them(
         ours = pointers(tree)
         return {path for path, at in pointers(params).items() if ours.get(path) == at}
 
-    kept = engine.put_on_mesh(engine.spread(params, share_base=True))
+    kept = engine.put_on_mesh(engine.prepare_copy(params, share_base=True))
     assert same(kept) == (
         {path for path in flatten(params) if path[-1] not in ADAPTER_LEAVES} if is_shared else set()
     )
     assert same(engine.put_on_mesh(params)) == set()
-    assert same(engine.put_on_mesh(engine.spread(params))) == set()
+    assert same(engine.put_on_mesh(engine.prepare_copy(params))) == set()
     jax.tree.map(lambda leaf: leaf.delete(), trained_part(params))  # an update donates them
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(kept))
 
@@ -170,9 +170,9 @@ def test_devices_that_hold_the_whole_base_share_it_with_their_engine() -> None:
         SlotPrograms(model.config, SERVE, dtype="bfloat16", mesh=part)
         for part in split_by_data(mesh)
     ]
-    spread = engines[0].spread(params, share_base=True)
+    copy = engines[0].prepare_copy(params, share_base=True)
     for number, engine in enumerate(engines):
-        kernel = engine.put_on_mesh(spread)["layers_0"]["q"]["kernel"]
+        kernel = engine.put_on_mesh(copy)["layers_0"]["q"]["kernel"]
         held = params["layers_0"]["q"]["kernel"].addressable_shards[number].data
         assert kernel.unsafe_buffer_pointer() == held.unsafe_buffer_pointer()
 

@@ -7,7 +7,13 @@ import numpy as np
 from test_distill import SHAPE, TEACHER, alone, assert_same_scores, scores_alone, scores_of
 
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.rl.distill import hint_places, insert_hints, mix, with_hints, with_scores
+from lightning_jax.rl.distill import (
+    hint_places,
+    insert_hints,
+    weigh_teacher,
+    with_hints,
+    with_scores,
+)
 from lightning_jax.testing.records import sequence
 
 END = 9
@@ -63,7 +69,7 @@ def test_scores_are_those_of_the_sampled_ids_after_the_hinted_prompt():
     ]
     items += [dataclasses.replace(items[0], response_token_ids=(3, 8))]  # a sibling
     hinted = {(k, (1, k, END)): (1, k, *HINT, k, END) for k in range(12)}
-    asked = with_hints(mix(items, coef=1.0, reward_coef=0.0), hinted)
+    asked = with_hints(weigh_teacher(items, coef=1.0, reward_coef=0.0), hinted)
     for devices in (None, MeshConfig(1, 1, 1)):
         for item, found in zip(asked, scores_of(SHAPE, asked, devices, 4), strict=True):
             whole = dataclasses.replace(item, prompt_token_ids=item.teacher_prompt_ids)

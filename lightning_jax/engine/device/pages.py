@@ -20,7 +20,7 @@ from lightning_jax.models.attention.kv_cache import (
     TOKEN_AXIS,
     KVCache,
     LayerCache,
-    join,
+    join_caches,
     segment_starts,
 )
 from lightning_jax.models.mesh import platform_of
@@ -120,7 +120,7 @@ def _restore(cache: KVCache, pool: KVCache, move: _Move, *, copy: Callable[..., 
         copy(pool, segment, move, begin, end, to_row=True) if begin < end else segment
         for segment, begin, end in _blocks_of_segments(cache, len(move.page_ids))
     ]
-    return join(segments)
+    return join_caches(segments)
 
 
 def _store(pool: KVCache, cache: KVCache, move: _Move, *, copy: Callable[..., Any]) -> KVCache:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int32
 
 from lightning_jax.engine.sampling import Adjustment, Sampled, sample
 from lightning_jax.engine.types import SamplingParams
-from lightning_jax.models.attention.kv_cache import KVCache, join
+from lightning_jax.models.attention.kv_cache import KVCache, join_caches
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Params, forward, init_cache, unembed
 from lightning_jax.types import Leaf
@@ -149,11 +149,11 @@ def generate(
         config,
         slots.token[:, None],
         positions[:, None],
-        cache=join(parts[:segments]),
+        cache=join_caches(parts[:segments]),
         adapters=slots.adapter,
     )
     assert written is not None, "the program returns the cache it was given"
-    cache = join([written, *parts[segments:]])
+    cache = join_caches([written, *parts[segments:]])
     logits = unembed(params, config, hidden[:, 0])
     keys = jax.vmap(jax.random.fold_in)(
         jax.random.wrap_key_data(slots.key, impl="threefry2x32"), counts

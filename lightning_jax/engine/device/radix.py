@@ -28,7 +28,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Match:
+class PrefixMatch:
     """Cached prefix: its first `length` tokens are in `pages`.
 
     The last page may be used only in part.
@@ -79,7 +79,7 @@ class PageTree:
         self.version = version
         self._clear()
 
-    def match(self, ids: Sequence[int], adapter: int | None = None) -> Match:
+    def match(self, ids: Sequence[int], adapter: int | None = None) -> PrefixMatch:
         """Return the longest cached prefix of `ids`. Marks its pages as used now."""
         ids = tuple(ids)
         self._clock += 1
@@ -93,7 +93,7 @@ class PageTree:
         if best and shared[best]:
             node, length = self._touch(best), length + shared[best]
             pages.append(node.page)
-        return Match(length, tuple(pages), node)
+        return PrefixMatch(length, tuple(pages), node)
 
     def insert(self, ids: Sequence[int], version: int, adapter: int | None = None) -> Insertion:
         """Assign pages to the uncached part of `ids`, as far as there is room.

@@ -35,7 +35,7 @@ from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import frozen_part, pick
 from lightning_jax.models.matmul import turn_kernels
 from lightning_jax.models.mesh import platform_of
-from lightning_jax.models.reshard import Spread, reshard, spread, take
+from lightning_jax.models.reshard import ServingCopy, prepare_copy, reshard, take_copy
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.sharding import cache_sharding, param_shardings
 from lightning_jax.models.transformer import init_cache
@@ -164,20 +164,20 @@ class SlotPrograms:
             *(self._generate_adjusted, self._generate_biased),
         )
 
-    def put_on_mesh(self, params: Params | Spread) -> Params:
+    def put_on_mesh(self, params: Params | ServingCopy) -> Params:
         """Return a copy of the weights, or of some of them, in the engine's layout and dtype.
 
-        Blocks until the copy is complete. The originals may be donated. Weights from `spread` are
-        shared where possible.
+        Blocks until the copy is complete. The originals may be donated. Weights from `prepare_copy`
+        are shared where possible.
         """
-        if isinstance(params, Spread):
-            served = take(params, self._targets(params.params))
+        if isinstance(params, ServingCopy):
+            served = take_copy(params, self._targets(params.params))
         else:
             served = reshard(params, self._targets(params), self._dtype)
         turned = self.config.execution.turned
         return jax.block_until_ready(turn_kernels(served)) if turned else served
 
-    def spread(self, params: Params, *, share_base: bool = False) -> Params | Spread:
+    def prepare_copy(self, params: Params, *, share_base: bool = False) -> Params | ServingCopy:
         """Gather the weights once for `put_on_mesh` of all engines like this one.
 
         With `share_base` the caller promises never to donate the frozen weights of a model with
@@ -187,7 +187,7 @@ class SlotPrograms:
             return params
         frozen = frozen_part(params) if share_base else None
         shared = () if frozen is None else flatten(frozen)
-        return spread(params, self._targets(params), self._dtype, shared=shared)
+        return prepare_copy(params, self._targets(params), self._dtype, shared=shared)
 
     def _targets(self, params: Params) -> Any:
         if self.mesh is None:

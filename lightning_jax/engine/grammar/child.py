@@ -135,7 +135,7 @@ def limit_memory(mib: float) -> None:
 
 
 @dataclass
-class Response:
+class MatchedResponse:
     """Matcher of one response, or None if the grammar failed, and the CPU seconds left."""
 
     matcher: llguidance.LLMatcher | None
@@ -201,11 +201,11 @@ class GrammarProcess:
             return False
         response = socket.socket(fileno=descriptors[0])
         matcher = self._compiled and limited(self._seconds, self._compiled.deep_copy)
-        self._selector.register(response, selectors.EVENT_READ, Response(matcher, self._seconds))
+        self._selector.register(response, selectors.EVENT_READ, MatchedResponse(matcher, self._seconds))
         self._reply(response, self._first)
         return True
 
-    def _answer(self, connection: socket.socket, response: Response) -> None:
+    def _answer(self, connection: socket.socket, response: MatchedResponse) -> None:
         message = receive(connection, LENGTH.size)
         if message is None:
             self._forget(connection)

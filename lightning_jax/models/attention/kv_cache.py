@@ -85,7 +85,7 @@ class KVCache:
         ]
 
 
-def join(parts: Sequence[KVCache]) -> KVCache:
+def join_caches(parts: Sequence[KVCache]) -> KVCache:
     """Concatenate the rows of the parts to one cache."""
     return KVCache(
         tuple(

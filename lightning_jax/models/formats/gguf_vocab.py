@@ -27,7 +27,7 @@ _ADDS_BOS = ("llama-bpe",)
 _PLAIN = ("gpt-2", "default")
 
 
-def read(file: Contents) -> Tokenizer:
+def read_tokenizer(file: Contents) -> Tokenizer:
     """Build the tokenizer from the metadata. Raises TokenizerError."""
 
     kind = file.value("tokenizer.ggml.model", str)

@@ -77,7 +77,7 @@ def load_model(
         else:
             file = open_file(path)
             shape = gguf.read_shape(file)
-            vocabulary = with_chat(gguf_vocab.read(file))
+            vocabulary = with_chat(gguf_vocab.read_tokenizer(file))
             check_vocabulary(vocabulary, shape.vocab_size, path)
             with _on_host():
                 params = gguf.read_params(file, shape, dtype)
@@ -206,7 +206,7 @@ def save_hf(directory: Path | str, model: LoadedModel) -> None:
     """
     with whole_directory(Path(directory)) as draft:
         assert model.config.execution.lora is None, "adapters are merged first, or would be lost"
-        huggingface.write(draft, model.config.shape, model.params, model.tokenizer.eos_ids)
+        huggingface.write_model(draft, model.config.shape, model.params, model.tokenizer.eos_ids)
         model.tokenizer.save(draft)
 
 

@@ -26,7 +26,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         if path.is_dir():
             return tokenizer.from_hf(path)
-        return gguf_vocab.read(open_file(path))
+        return gguf_vocab.read_tokenizer(open_file(path))
     except tokenizer.TokenizerError as error:
         raise ModelError(str(error), reason=error.reason, key=error.key) from error
 

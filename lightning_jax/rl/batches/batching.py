@@ -12,7 +12,7 @@ import numpy as np
 from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.rl.batches.masks import table_shape
-from lightning_jax.rl.batches.packing import Path, PathForest, Row, pack_rows
+from lightning_jax.rl.batches.packing import PackedRow, Path, PathForest, pack_rows
 from lightning_jax.rl.batches.rows import Contents, empty_row, fill_row
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.sequence import StateValues, TrainingSequence
@@ -155,7 +155,7 @@ def why_dropped(
 
 def _pack(
     paths: Sequence[Path], sequences: Sequence[TrainingSequence], config: BatchConfig
-) -> list[Row]:
+) -> list[PackedRow]:
     """Pack the sequences of each adapter into rows. They must be sorted by adapter."""
     counts = Counter(sequence.adapter for sequence in sequences)
     rows, start = [], 0
@@ -163,13 +163,13 @@ def _pack(
         part = slice(start, start + count)
         forest = PathForest(paths[part], [_num_targets(sequence) for sequence in sequences[part]])
         packed = pack_rows(forest, max_nodes=config.row_len, max_targets=config.max_targets)
-        rows += [Row([start + i for i in row.members], row.nodes, row.targets) for row in packed]
+        rows += [PackedRow([start + i for i in row.members], row.nodes, row.targets) for row in packed]
         start += count
     return rows
 
 
 def _stats(
-    paths: Sequence[Path], rows: Sequence[Row], config: BatchConfig, *, num_nodes: int
+    paths: Sequence[Path], rows: Sequence[PackedRow], config: BatchConfig, *, num_nodes: int
 ) -> dict[str, float]:
     """Return packing metrics: tokens before and after packing, padding and share of targets."""
     used, targets = sum(row.nodes for row in rows), sum(row.targets for row in rows)

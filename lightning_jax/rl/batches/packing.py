@@ -26,7 +26,7 @@ Path = Int[np.ndarray, " _"]  # token ids; " _" because paths of one list differ
 
 
 @dataclass
-class Row:
+class PackedRow:
     """Paths that share a row: sorted indices, number of trie nodes and number of targets."""
 
     members: list[int] = field(default_factory=list)
@@ -48,28 +48,28 @@ class PathForest:
         """Return the common prefix length of paths i < j, the minimum over neighbours between."""
         return int(self.shared[i + 1 : j + 1].min())
 
-    def row(self, members: Iterable[int]) -> Row:
+    def row(self, members: Iterable[int]) -> PackedRow:
         """Build the row of these paths. At least one is needed."""
         ordered = np.asarray(sorted(members), np.int64)
         # Neighbours i < j in the row share the minimum of shared[i + 1 : j + 1].
         gaps = self.shared[: ordered[-1] + 1]
         repeated = np.minimum.reduceat(gaps, ordered[:-1] + 1).sum() if len(ordered) > 1 else 0
-        return Row(
+        return PackedRow(
             ordered.tolist(),
             int(self.lengths[ordered].sum() - repeated),
             int(self.num_targets[ordered].sum()),
         )
 
-    def span(self, low: int, high: int) -> Row:
+    def span(self, low: int, high: int) -> PackedRow:
         """Build the row of paths low to high - 1."""
         repeated = self.shared[low + 1 : high].sum()
-        return Row(
+        return PackedRow(
             list(range(low, high)),
             int(self.lengths[low:high].sum() - repeated),
             int(self.num_targets[low:high].sum()),
         )
 
-    def new_nodes(self, row: Row, path: int) -> int:
+    def new_nodes(self, row: PackedRow, path: int) -> int:
         """Return the number of nodes that the path would add to the row.
 
         Its neighbours in the row share the longest prefixes with it.
@@ -87,7 +87,7 @@ def common_prefix(a: Path, b: Path) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def pack_rows(forest: PathForest, *, max_nodes: int, max_targets: int) -> list[Row]:
+def pack_rows(forest: PathForest, *, max_nodes: int, max_targets: int) -> list[PackedRow]:
     """Pack each path into exactly one row, with few rows and few repeated prefixes.
 
     Each row respects both limits. Tries that fit stay whole. A larger trie is split at its branch
@@ -106,9 +106,9 @@ def pack_rows(forest: PathForest, *, max_nodes: int, max_targets: int) -> list[R
     return _dissolve(forest, _pack_subtrees(forest, limits), limits)
 
 
-def _pack_subtrees(forest: PathForest, limits: tuple[int, int]) -> list[Row]:
+def _pack_subtrees(forest: PathForest, limits: tuple[int, int]) -> list[PackedRow]:
     """Pack every branch point after those below it, with a stack because a trie can be deep."""
-    packed: dict[tuple[int, int], list[Row]] = {}
+    packed: dict[tuple[int, int], list[PackedRow]] = {}
     top = (0, len(forest.lengths))
     stack = [top] if len(forest.lengths) else []
     while stack:
@@ -136,36 +136,36 @@ def _children(forest: PathForest, low: int, high: int) -> tuple[int, list[tuple[
 
 
 def _first_fit_decreasing(
-    forest: PathForest, parts: list[Row], depth: int, limits: tuple[int, int]
-) -> list[Row]:
+    forest: PathForest, parts: list[PackedRow], depth: int, limits: tuple[int, int]
+) -> list[PackedRow]:
     """Join parts that share `depth` tokens into rows, the largest part first."""
-    rows: list[Row] = []
+    rows: list[PackedRow] = []
     for part in sorted(parts, key=lambda part: (-part.nodes, part.members)):
         for row in rows:
-            joint = Row([], row.nodes + part.nodes - depth, row.targets + part.targets)
+            joint = PackedRow([], row.nodes + part.nodes - depth, row.targets + part.targets)
             if _fits(joint, limits):
                 row.members = row.members + part.members
                 row.nodes, row.targets = joint.nodes, joint.targets
                 break
         else:
-            rows.append(Row(part.members, part.nodes, part.targets))
+            rows.append(PackedRow(part.members, part.nodes, part.targets))
     return [forest.row(row.members) for row in rows]
 
 
-def _dissolve(forest: PathForest, rows: list[Row], limits: tuple[int, int]) -> list[Row]:
+def _dissolve(forest: PathForest, rows: list[PackedRow], limits: tuple[int, int]) -> list[PackedRow]:
     """Spread the emptiest row over the others, repeatedly while that works."""
     total = forest.span(0, len(forest.lengths))
     least = max(-(-total.nodes // limits[0]), -(-total.targets // limits[1]))
     rows = sorted(rows, key=lambda row: row.nodes)
     while len(rows) > least:
-        emptiest, others = rows[0], [Row(r.members[:], r.nodes, r.targets) for r in rows[1:]]
+        emptiest, others = rows[0], [PackedRow(r.members[:], r.nodes, r.targets) for r in rows[1:]]
         if not all(_insert(forest, others, path, limits) for path in emptiest.members):
             break
         rows = sorted(others, key=lambda row: row.nodes)
     return rows
 
 
-def _insert(forest: PathForest, rows: list[Row], path: int, limits: tuple[int, int]) -> bool:
+def _insert(forest: PathForest, rows: list[PackedRow], path: int, limits: tuple[int, int]) -> bool:
     """Insert the path into the row where it adds the fewest nodes. The fullest row breaks ties.
 
     Returns False if no row has room.
@@ -174,7 +174,7 @@ def _insert(forest: PathForest, rows: list[Row], path: int, limits: tuple[int, i
     targets = int(forest.num_targets[path])
     for new, _, k in sorted(options):
         row = rows[k]
-        if _fits(Row([], row.nodes + new, row.targets + targets), limits):
+        if _fits(PackedRow([], row.nodes + new, row.targets + targets), limits):
             row.members.insert(bisect_left(row.members, path), path)
             row.nodes += new
             row.targets += targets
@@ -182,5 +182,5 @@ def _insert(forest: PathForest, rows: list[Row], path: int, limits: tuple[int, i
     return False
 
 
-def _fits(row: Row, limits: tuple[int, int]) -> bool:
+def _fits(row: PackedRow, limits: tuple[int, int]) -> bool:
     return row.nodes <= limits[0] and row.targets <= limits[1]

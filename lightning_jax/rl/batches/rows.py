@@ -15,7 +15,7 @@ from lightning_jax.rl.batches.batch import (
     TopTokens,
 )
 from lightning_jax.rl.batches.masks import empty_masks, enter_masks
-from lightning_jax.rl.batches.packing import Path, Row, common_prefix
+from lightning_jax.rl.batches.packing import PackedRow, Path, common_prefix
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.sequence import TrainingSequence
 
@@ -116,7 +116,7 @@ def _lay_out(
 
 def fill_row(
     out: Batch,
-    row: Row,
+    row: PackedRow,
     sequences: Sequence[tuple[int, TrainingSequence]],
     paths: Sequence[Path],
 ) -> Batch:

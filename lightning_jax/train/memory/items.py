@@ -14,8 +14,8 @@ from lightning_jax.models.lora import frozen_part, trained_part
 from lightning_jax.models.memory import (
     activation_bytes,
     cache_bytes,
+    copy_bytes,
     logit_bytes,
-    spread_bytes,
     used_weight_bytes,
     weight_bytes,
 )
@@ -164,11 +164,11 @@ def publish_items(
     """Return the memory of weights in transit.
 
     These are the weights spread over the training devices, and new weights next to old ones on the
-    serving devices. Engines use the spread weights directly if they are already on their devices.
+    serving devices. Engines use the copied weights directly if they are already on their devices.
     Sets of weights are transferred one at a time.
     """
     dtype = jnp.dtype(config.model.dtype)
-    cast = spread_bytes(model, training, split_by_data(serving)[0], dtype)
+    cast = copy_bytes(model, training, split_by_data(serving)[0], dtype)
     new = weight_bytes(model, serving, dtype, trained_part)
     return (
         MemoryItem("weights cast for serving", cast, "Use more devices (mesh.fsdp)"),

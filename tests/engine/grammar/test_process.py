@@ -200,7 +200,7 @@ def test_masks_of_a_response_share_an_allowance() -> None:
     kinds = []
     for seconds_left in (10.0, -10.0):
         matcher = llguidance.LLMatcher(tables, 'start: "aa"', log_level=0)
-        reply = grammar_child.Response(matcher, seconds_left).push(TINY.encode("a")[0])
+        reply = grammar_child.MatchedResponse(matcher, seconds_left).push(TINY.encode("a")[0])
         kinds.append(reply[:1])
     assert kinds == [grammar_child.FORCED, grammar_child.FAILED]
 
