@@ -66,6 +66,6 @@ class LoopsByPolicy:
 
     def stats(self) -> dict[str, float]:
         """Return the counters, summed over all loops."""
-        found = [loop.stats() for loop in self._loops]
-        totals = {name: sum(stats[name] for stats in found) for name in found[0]}
-        return totals | {name: found[0][name] for name in SHARED if name in found[0]}
+        first, *others = (loop.stats() for loop in self._loops)
+        totals = {name: sum((stats[name] for stats in others), first[name]) for name in first}
+        return totals | {name: first[name] for name in SHARED if name in first}

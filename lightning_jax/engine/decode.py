@@ -32,7 +32,7 @@ class Request:
     adapter: int | None = None  # index, for a model with several adapters
     tenant: str | None = None  # see Scheduler
     call: str | None = None
-    held: Node | None = None  # cached prefix of the prompt, pinned while waiting
+    prefix: Node | None = None  # cached prefix of the prompt, pinned while waiting
     slot: int | None = None  # None: waiting
     version: int = -1  # weights version at its start
     num_due: int = 0  # steps left until its limit

@@ -154,9 +154,9 @@ class Engine:
         Programs with collectives have to start in one order on all their devices. So no replica
         starts one in the meantime.
         """
-        with ExitStack() as held:
+        with ExitStack() as stack:
             for loop in self._loops:
-                held.enter_context(loop.dispatching)
+                stack.enter_context(loop.dispatching)
             yield
 
     async def drain(self) -> None:
@@ -170,8 +170,8 @@ class Engine:
 
     def stats(self) -> dict[str, float]:
         """Return the counters, summed over all replicas."""
-        found = [loop.stats() for loop in self._loops]
-        return {name: sum(stats[name] for stats in found) for name in found[0]}
+        stats_by_loop = [loop.stats() for loop in self._loops]
+        return {name: sum(stats[name] for stats in stats_by_loop) for name in stats_by_loop[0]}
 
 
 def make_programs(

@@ -31,13 +31,13 @@ class Prefill:
 
     def hold(self, request: Request) -> None:
         """Pin the cached prefix of the prompt while the request waits."""
-        request.held = self._prefixes.hold(request.prompt[:-1], request.adapter)
+        request.prefix = self._prefixes.hold(request.prompt[:-1], request.adapter)
 
     def let_go(self, request: Request) -> None:
         """Release a `hold`, if there is one."""
-        if request.held is not None:
-            self._prefixes.let_go(request.held)
-            request.held = None
+        if request.prefix is not None:
+            self._prefixes.let_go(request.prefix)
+            request.prefix = None
 
     def begin(
         self,

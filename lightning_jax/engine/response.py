@@ -88,25 +88,25 @@ class StopStrings:
         complete together the longest. So the result is the same however the text is split.
         """
         self._held += text
-        found = [
+        matches = [
             (index + len(stop), index, stop)
             for stop in self._stops
             if (index := self._held.find(stop)) >= 0
         ]
-        if found:
-            _, index, stop = min(found)
-            shown, self._held = self._held[:index], ""
-            return shown, stop
+        if matches:
+            _, index, stop = min(matches)
+            visible, self._held = self._held[:index], ""
+            return visible, stop
         keep = 0 if final else self._overlap()
-        shown = self._held[: len(self._held) - keep]
-        self._held = self._held[len(shown) :]
-        return shown, ""
+        visible = self._held[: len(self._held) - keep]
+        self._held = self._held[len(visible) :]
+        return visible, ""
 
     def _overlap(self) -> int:
         """Return the length of the longest suffix of the held text that starts a stop string."""
-        held, stops = self._held, self._stops
-        starts = (stop[:n] for stop in stops for n in range(1, min(len(stop), len(held) + 1)))
-        return max((len(start) for start in starts if held.endswith(start)), default=0)
+        text, stops = self._held, self._stops
+        starts = (stop[:n] for stop in stops for n in range(1, min(len(stop), len(text) + 1)))
+        return max((len(start) for start in starts if text.endswith(start)), default=0)
 
 
 @dataclass
@@ -145,12 +145,12 @@ class Response:
             reason = "length"
         if reason:
             text += self.decoder.flush()
-        shown, self.stop = self._stops.push(text, final=reason is not None)
+        visible, self.stop = self._stops.push(text, final=reason is not None)
         reason = "stop" if self.stop else reason
         self.is_late = is_late and reason == "length" and len(self.tokens) < self.limit
-        self.text += shown
+        self.text += visible
         chunk = Chunk(
-            shown,
+            visible,
             (token.token_id,),
             (token.behavior_logprob,),
             (token.sampling_logprob,),

@@ -83,13 +83,13 @@ def with_defaults(template: str, kwargs: Mapping[str, Any]) -> str:
     try:
         start_clock()
         environment = _compiled(template).environment
-        found = jinja2.meta.find_undeclared_variables(environment.parse(template))
+        variables = jinja2.meta.find_undeclared_variables(environment.parse(template))
     except Exception as error:
         raise TemplateError(
             f"the chat template cannot be parsed ({_words(error)}); correct it", reason="malformed"
         ) from error
     for name in kwargs:
-        if name not in found:
+        if name not in variables:
             raise TemplateError(
                 f"the chat template never reads {name!r} of chat_template_kwargs; it reads "
                 f"{', '.join(sorted(found - {*RENDERED})) or 'no such variable'}",
@@ -148,8 +148,8 @@ def end_of_turn(
     if not mark or not added:
         return None
     longest_first = sorted(added, key=len, reverse=True)
-    found = re.match(rf"\s*({'|'.join(map(re.escape, longest_first))})", after)
+    match = re.match(rf"\s*({'|'.join(map(re.escape, longest_first))})", after)
     begins, ends = (special_tokens.get(name) for name in ("bos_token", "eos_token"))
-    if found is None or found[1] == begins != ends:
+    if match is None or match[1] == begins != ends:
         return None
-    return added[found[1]]
+    return added[match[1]]

@@ -43,13 +43,13 @@ def shares_frozen(
     turned = turns_kernels(engines[0], dtype)
     if shapes is None or turned or jax.process_count() > 1:
         return False
-    held, *wanted = (
+    source, *targets_by_engine = (
         jax.tree.leaves(pick(param_shardings(model, mesh), shapes)) for mesh in (training, *engines)
     )
     return all(
         lies_at(sharding, target, leaf.shape)
-        for targets in wanted
-        for leaf, sharding, target in zip(jax.tree.leaves(shapes), held, targets, strict=True)
+        for targets in targets_by_engine
+        for leaf, sharding, target in zip(jax.tree.leaves(shapes), source, targets, strict=True)
     )
 
 
@@ -65,11 +65,11 @@ def turns_kernels(engine: Mesh, dtype: Any) -> bool:
 def copy_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any) -> int:
     """Return the bytes of `prepare_copy` of trained weights, less those the engine keeps."""
     shapes = trained_part(param_shapes(model))
-    held, wanted = (
+    sources, targets = (
         jax.tree.leaves(pick(param_shardings(model, mesh), shapes)) for mesh in (training, engine)
     )
     number = 0
-    for leaf, sharding, target in zip(jax.tree.leaves(shapes), held, wanted, strict=True):
+    for leaf, sharding, target in zip(jax.tree.leaves(shapes), sources, targets, strict=True):
         cast = layout(sharding, target)
         if not cast.is_equivalent_to(sharding, len(leaf.shape)):  # cast shards, before gathering
             number += math.prod(sharding.shard_shape(leaf.shape))

@@ -48,13 +48,13 @@ def make_mesh(
     """
     devices = list(jax.devices() if devices is None else devices)[config.first_device :]
     sizes = [getattr(config, axis) for axis in AXES]
-    known = math.prod(size for size in sizes if size != -1)
-    if sizes.count(-1) == 1 and known > 0 and len(devices) % known == 0:
-        sizes[sizes.index(-1)] = len(devices) // known
+    product = math.prod(size for size in sizes if size != -1)
+    if sizes.count(-1) == 1 and product > 0 and len(devices) % product == 0:
+        sizes[sizes.index(-1)] = len(devices) // product
     if min(sizes) < 1 or math.prod(sizes) > len(devices):
-        wanted = ", ".join(f"{axis}={getattr(config, axis)}" for axis in AXES)
+        named = ", ".join(f"{axis}={getattr(config, axis)}" for axis in AXES)
         raise ConfigError(
-            f"{section} {wanted} does not fit {len(devices)} devices; change {section}.* in the "
+            f"{section} {named} does not fit {len(devices)} devices; change {section}.* in the "
             f"config so that the product of the sizes is at most {len(devices)} (one size may be "
             f"-1){f', or change {section}.first_device' if config.first_device else ''}",
             reason="mismatch",

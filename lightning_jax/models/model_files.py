@@ -18,9 +18,9 @@ TINY = "tiny"  # a random model, see models/formats/tiny.py
 MAX_CHARS = 2000  # of an error
 
 
-def malformed(path: Path, expected: str, found: object, error: type[Coded]) -> Coded:
+def malformed(path: Path, expected: str, value: object, error: type[Coded]) -> Coded:
     """Return the error for a file that is not of the expected kind, or that is a pointer."""
-    fault = POINTER_ADVICE if _is_pointer(path) else f"is not {expected}: {in_one_line(str(found))}"
+    fault = POINTER_ADVICE if _is_pointer(path) else f"is not {expected}: {in_one_line(str(value))}"
     return error(f"{path} {fault}", reason="malformed", key=str(path))
 
 

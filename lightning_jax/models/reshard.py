@@ -125,16 +125,16 @@ def layout(source: Sharding, target: Sharding) -> Sharding:
     if rest or not isinstance(target, NamedSharding):
         return NamedSharding(source.mesh, PartitionSpec())
     here: Any = source.mesh.devices
-    wanted: Any = target.mesh
-    grid = here.reshape(copies, *wanted.devices.shape)
-    names, types = ("copy", *wanted.axis_names), (AxisType.Auto,) * grid.ndim
+    mesh: Any = target.mesh
+    grid = here.reshape(copies, *mesh.devices.shape)
+    names, types = ("copy", *mesh.axis_names), (AxisType.Auto,) * grid.ndim
     return NamedSharding(Mesh(grid, names, axis_types=types), target.spec)
 
 
 def lies_at(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> bool:
     """Return whether each device of `target` already has its part of an array at `source`."""
-    held, wanted = (sharding.devices_indices_map(shape) for sharding in (source, target))
-    return all(held.get(device) == index for device, index in wanted.items())
+    parts = source.devices_indices_map(shape)
+    return all(parts.get(d) == part for d, part in target.devices_indices_map(shape).items())
 
 
 def _list_shardings(shardings: Any, params: Params) -> list[Any]:
@@ -165,19 +165,19 @@ def _bounds(index: Any, leaf: Any) -> _Bounds:
     return tuple(part.indices(size)[:2] for part, size in parts)
 
 
-def _part(shards: dict[tuple[Any, _Bounds], Any], device: Any, wanted: _Bounds) -> Any:
+def _part(shards: dict[tuple[Any, _Bounds], Any], device: Any, target: _Bounds) -> Any:
     """Return these entries of an array, taken from the device itself if possible."""
-    if (device, wanted) in shards:
-        return shards[device, wanted].data
-    same = [shard for (_, bounds), shard in shards.items() if bounds == wanted]
+    if (device, target) in shards:
+        return shards[device, target].data
+    same = [shard for (_, bounds), shard in shards.items() if bounds == target]
     if same:
         return same[device.id % len(same)].data
     first, shard = next(  # a larger shard that contains the entries
         ([start for start, _ in bounds], shard)
         for (_, bounds), shard in shards.items()
-        if all(a <= c and d <= b for (a, b), (c, d) in zip(bounds, wanted, strict=True))
+        if all(a <= c and d <= b for (a, b), (c, d) in zip(bounds, target, strict=True))
     )
-    starts, ends = (np.subtract(side, first) for side in zip(*wanted, strict=True))
+    starts, ends = (np.subtract(side, first) for side in zip(*target, strict=True))
     return jax.lax.slice(shard.data, starts.tolist(), ends.tolist())
 
 

@@ -127,8 +127,8 @@ def check_kwargs(kwargs: Mapping[str, Any]) -> None:
         if name in RENDERED:
             raise _unfit(f"sets {name!r}, which every rendering sets; leave it out.", "reserved")
         if not (name.isidentifier() and len(name) <= 100):
-            shown = name if len(name) <= 100 else name[:97] + "..."
-            raise _unfit(f"has the name {shown!r}; expected a variable's name.", "unknown")
+            short = name if len(name) <= 100 else name[:97] + "..."
+            raise _unfit(f"has the name {short!r}; expected a variable's name.", "unknown")
     if len(kwargs) > MAX_KWARGS:
         raise _unfit(f"has {len(kwargs)} names; expected at most {MAX_KWARGS}.", "too_many")
     _check_values(kwargs)

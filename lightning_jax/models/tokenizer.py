@@ -308,8 +308,8 @@ class StreamDecoder:
         stable = text[: len(text) - min(3, len(text) - len(text.rstrip(_REPLACEMENT)))]
         if len(stable) == len(text):
             self._context, self._fresh = self._fresh, []
-            given, self._given = self._given, 0
-            return text[given:]
+            start, self._given = self._given, 0
+            return text[start:]
         piece = stable[self._given :]
         self._given = max(self._given, len(stable))
         return piece

@@ -76,16 +76,16 @@ def add_declared(
                 int(i): _token({"content": text, "special": text in special_texts})
                 for text, i in older.items()
             }
-        known = backend.get_added_tokens_decoder()
-        declared |= {} if _DECODER in settings else known
+        tokens = backend.get_added_tokens_decoder()
+        declared |= {} if _DECODER in settings else tokens
         unknown = [
             token
             for _, token in sorted(declared.items(), key=lambda pair: pair[0])
-            if repr(token) not in set(map(repr, known.values()))
+            if repr(token) not in set(map(repr, tokens.values()))
         ]
-        taken = {token.content for token in (*known.values(), *unknown)}
+        texts = {token.content for token in (*tokens.values(), *unknown)}
         unknown += [
-            _token({"content": text, "special": True}) for text in special if text not in taken
+            _token({"content": text, "special": True}) for text in special if text not in texts
         ]
         for token in unknown:
             token.special = token.special or token.content in special_texts
@@ -114,10 +114,10 @@ def _text(token: Any) -> str:
 
 
 def _token(fields: Mapping[str, Any]) -> tokenizers.AddedToken:
-    known = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    given = {name: fields[name] for name in known if name in fields}
-    content = given.pop("content")
-    return tokenizers.AddedToken(content, **{"normalized": not given.get("special", False)} | given)
+    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    values = {name: fields[name] for name in names if name in fields}
+    values = {"normalized": not values.get("special", False)} | values
+    return tokenizers.AddedToken(values.pop("content"), **values)
 
 
 def declared_ends(directory: Path, error: type[Coded]) -> set[int]:
@@ -164,9 +164,9 @@ def read_templates(
     return {entry["name"]: entry["template"] for entry in entries}
 
 
-def _wrong_field(error: type[Coded], path: Path, name: str, found: object, expected: str) -> Coded:
+def _wrong_field(error: type[Coded], path: Path, name: str, value: object, expected: str) -> Coded:
     return error(
-        f"{path} has {name}={in_one_line(repr(found), 80)}; expected {expected}; save the "
+        f"{path} has {name}={in_one_line(repr(value), 80)}; expected {expected}; save the "
         "tokenizer again with transformers' AutoTokenizer",
         reason="malformed",
         key=name,

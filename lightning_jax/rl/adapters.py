@@ -93,7 +93,7 @@ def find_trained_policies(
     """Return a mask of the policies that an update over these host batches may change."""
     if not policies.separate:
         return np.asarray(policies.trained)
-    found = np.zeros(policies.number, bool)
+    has_targets = np.zeros(policies.number, bool)
     for batch in batches:
-        found[batch.adapters[batch.target_mask.any(axis=1)]] = True
-    return found & np.asarray(policies.trained)
+        has_targets[batch.adapters[batch.target_mask.any(axis=1)]] = True
+    return has_targets & np.asarray(policies.trained)

@@ -117,8 +117,8 @@ def value_loss(
     error = jnp.square(values - states.returns)
     metrics = {}
     if clip > 0.0:
-        held = states.values + jnp.clip(values - states.values, -clip, clip)
-        bounded = jnp.square(held - states.returns)
+        near = states.values + jnp.clip(values - states.values, -clip, clip)
+        bounded = jnp.square(near - states.returns)
         is_cut = (bounded > error).astype(jnp.float32)
         metrics["train/value_clip_fraction"] = (states.weights * is_cut).sum()
         error = jnp.maximum(error, bounded)

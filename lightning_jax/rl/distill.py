@@ -132,10 +132,10 @@ class TeacherScorer:
         batches, _ = make_batches([_read_by_teacher(item) for item in sequences], self.batch)
         sharded = put_on_mesh(batches, batch_sharding(self.mesh))
         measured = to_host(measure(self.scores_fn, sharded, params, self.top_k))
-        found = by_sequence(batches, measured, len(sequences))
+        all_scores = by_sequence(batches, measured, len(sequences))
         return [
             None if scores is None else _spread(scores, item)
-            for item, scores in zip(sequences, found, strict=True)
+            for item, scores in zip(sequences, all_scores, strict=True)
         ]
 
 
@@ -194,9 +194,9 @@ def hint_places(prompts: Sequence[TokenIds], end_id: int) -> list[int | None]:
     begun: list[TokenIds] = []  # conversations, up to the end of the message before a response
     places: list[int | None] = []
     for prompt in prompts:
-        known = [start for start in begun if prompt[: len(start)] == start]
-        if known:
-            places.append(max(map(len, known)) - 1)
+        prefixes = [start for start in begun if prompt[: len(start)] == start]
+        if prefixes:
+            places.append(max(map(len, prefixes)) - 1)
         elif end_id in prompt:
             place = len(prompt) - 1 - prompt[::-1].index(end_id)
             begun.append(prompt[: place + 1])

@@ -114,13 +114,13 @@ def prepare_policies(
         policy_version = max((v for call in calls for v in call.policy_versions), default=0)
     sequences, metrics = [], {}
     for scope in credit_scopes(algorithm, policies):
-        made, of_scope = prepare_step(
+        of_policy, of_scope = prepare_step(
             scope.calls(trajectories),
             algorithm,
             policy_version=policy_version,
             values=None if values is None else scope.values(trajectories, values),
             adapters=policy_indices(policies),
         )
-        sequences += made
+        sequences += of_policy
         metrics |= {f"{name}{scope.suffix}": value for name, value in of_scope.items()}
     return sequences, metrics

@@ -38,8 +38,8 @@ class PolicyScope:
     ) -> list[tuple[Item, ...]]:
         """Return the values of the calls that `calls` keeps, from those of all calls."""
         return [
-            tuple(v for c, v in zip(trajectory.transitions, found, strict=True) if self.has(c))
-            for trajectory, found in zip(trajectories, values, strict=True)
+            tuple(v for c, v in zip(trajectory.transitions, items, strict=True) if self.has(c))
+            for trajectory, items in zip(trajectories, values, strict=True)
         ]
 
 

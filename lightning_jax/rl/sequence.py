@@ -82,8 +82,8 @@ class TrainingSequence:
 
     def __post_init__(self) -> None:
         fill_default(self, "loss_mask", True, like="response_token_ids")
-        known = [name for name in ("sampling_logprobs", "masks") if getattr(self, name)]
-        check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask", *known)
+        measured = [name for name in ("sampling_logprobs", "masks") if getattr(self, name)]
+        check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask", *measured)
         scored = self.teacher_scores
         if scored is not None and len(scored.logprobs) != len(self.response_token_ids):
             raise InvalidValue(

@@ -30,12 +30,12 @@ def raise_limit() -> int:
     """Raise the soft limit of open files as far as possible, up to WANTED, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     _original[:] = _original or [soft]
-    wanted = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
-    while soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
+    while soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             break
-        wanted //= 2  # macOS has a second, lower limit
+        limit //= 2  # macOS has a second, lower limit
     return limit_of_files()
 
 

@@ -27,9 +27,9 @@ def with_direct_host(environment: Mapping[str, str], url: str) -> dict[str, str]
     if not host or not proxies_in(environment):
         return changed
     hosts = LOOPBACK if host in LOOPBACK else (host,)
-    known = {name: environment[name] for name in EXEMPT if name in environment}
+    values = {name: environment[name] for name in EXEMPT if name in environment}
     for name in EXEMPT:
-        before = known.get(name, next(iter(known.values()), ""))
+        before = values.get(name, next(iter(values.values()), ""))
         entries = [entry.strip() for entry in before.split(",") if entry.strip()]
         if "*" not in entries:  # then nothing goes to a proxy
             entries += [host for host in hosts if host not in entries]
@@ -59,6 +59,6 @@ def proxies_in(environment: Mapping[str, str]) -> list[str]:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a port of this address that is free now."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return found.getsockname()[1]
+    with socket.socket() as server:
+        server.bind((host, 0))
+        return server.getsockname()[1]

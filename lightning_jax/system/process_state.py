@@ -41,19 +41,19 @@ def _directory() -> str | None:
 
 
 def _umask() -> int:
-    found = os.umask(0o077)  # it can only be read by setting it
-    os.umask(found)
-    return found
+    umask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(umask)
+    return umask
 
 
 def _errors_of_warnings() -> tuple[Any, ...]:
     """Return the filters that turn warnings into errors, which code of others may not expect."""
-    return tuple(found for found in warnings.filters if found[0] == "error")
+    return tuple(rule for rule in warnings.filters if rule[0] == "error")
 
 
 def _forget_errors(kept: tuple[Any, ...]) -> None:
-    left = [found for found in warnings.filters if found[0] != "error" or found in kept]
-    warnings.filters[:] = left  # type: ignore[index]
+    others = [rule for rule in warnings.filters if rule[0] != "error" or rule in kept]
+    warnings.filters[:] = others  # type: ignore[index]
     with warnings.catch_warnings():  # tells the interpreter that they have changed
         pass
 

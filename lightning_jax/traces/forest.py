@@ -36,7 +36,7 @@ class Forest:
         num_ended = [bisect_right(ends, tool.start_ns) for tool in tools]
         tops = self._nearest_with_call(calls, tools, num_ended)
         latest = _LatestInRange(len(self._parent))
-        found: list[Span | None] = [None] * len(tools)
+        callers: list[Span | None] = [None] * len(tools)
         num_added = 0
         for tool in sorted(range(len(tools)), key=num_ended.__getitem__):
             for rank in range(num_added, num_ended[tool]):
@@ -45,8 +45,8 @@ class Forest:
             rank, top = num_added - 1, tops[tool]
             if top >= 0:
                 rank = latest.among(self._enter[top], self._leave[top])
-            found[tool] = calls[rank] if rank >= 0 else None
-        return found
+            callers[tool] = calls[rank] if rank >= 0 else None
+        return callers
 
     def _nearest_with_call(
         self, calls: Sequence[Span], tools: Sequence[Span], num_ended: Sequence[int]
@@ -63,9 +63,9 @@ class Forest:
             if self._parent[node] >= 0:
                 above = self._parent[node]
                 earliest[above] = min(earliest[above], earliest[node])
-        asked: dict[int, list[int]] = {}
+        tools_above: dict[int, list[int]] = {}
         for index, tool in enumerate(tools):
-            asked.setdefault(self._above(tool), []).append(index)
+            tools_above.setdefault(self._above(tool), []).append(index)
         tops = [-1] * len(tools)
         path: list[int] = []  # from a root to the current node; the earliest call only gets later
         ranks: list[int] = []
@@ -75,7 +75,7 @@ class Forest:
                 ranks.pop()
             path.append(node)
             ranks.append(earliest[node])
-            for index in asked.get(node, ()):
+            for index in tools_above.get(node, ()):
                 deepest = bisect_left(ranks, num_ended[index]) - 1
                 tops[index] = path[deepest] if deepest >= 0 else -1
         return tops
@@ -145,13 +145,13 @@ class _LatestInRange:
 
     def among(self, begin: int, end: int) -> int:
         """Return the largest number at indices `begin` to `end` - 1, or -1 if there is none."""
-        found, low, high = -1, begin + self._size, end + self._size
+        largest, low, high = -1, begin + self._size, end + self._size
         while low < high:
             if low % 2:
-                found = max(found, self._largest[low])
+                largest = max(largest, self._largest[low])
                 low += 1
             if high % 2:
                 high -= 1
-                found = max(found, self._largest[high])
+                largest = max(largest, self._largest[high])
             low, high = low // 2, high // 2
-        return found
+        return largest

@@ -210,9 +210,9 @@ class _Reader:
 
     def attributes(self, pairs: Sequence[KeyValue]) -> dict[str, Any]:
         """Return the attributes without those that have our own prefix."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for index, pair in enumerate(pairs):
-            if len(found) == MAX_ATTRIBUTES:
+            if len(values) == MAX_ATTRIBUTES:
                 self.num_dropped += len(pairs) - index
                 break
             if pair.key.startswith(RESERVED_PREFIX):
@@ -222,11 +222,11 @@ class _Reader:
                 if len(pair.key) > MAX_KEY_CHARS:
                     raise _TooLong
                 self._take(len(pair.key))
-                found[pair.key] = self._value(pair.value)
+                values[pair.key] = self._value(pair.value)
             except _TooLong:
                 self.num_dropped += 1
                 self._left = left
-        return found
+        return values
 
     def _value(self, value: AnyValue) -> Any:
         kind = value.WhichOneof("value")

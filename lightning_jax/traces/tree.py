@@ -67,11 +67,11 @@ def attach_loose_calls(spans: Sequence[Span]) -> list[Span]:
     roots = {span.span_id for span in spans if span.parent_span_id is None}
     loose = [index for index, span in enumerate(spans) if _is_loose(span, roots)]
     theirs = [span for span in spans if attributes.ROLLOUT_ID not in span.attributes]
-    found = list(spans)
+    placed_spans = list(spans)
     for index, above in zip(loose, _around([spans[index] for index in loose], theirs), strict=True):
         if above is not None:
-            found[index] = replace(spans[index], parent_span_id=above.span_id)
-    return found
+            placed_spans[index] = replace(spans[index], parent_span_id=above.span_id)
+    return placed_spans
 
 
 def ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
@@ -93,15 +93,15 @@ class Agents:
 
     def of(self, span: Span) -> str:
         """Return the agent named by the span or else by its nearest ancestor, or "" if none is."""
-        found, nameless = "", []
+        name, nameless = "", []
         for ancestor in ancestors(span, self._by_id):
-            found = _first_text(ancestor.attributes, AGENT_NAMES)
-            if found or ancestor.span_id in self._known:
-                found = found or self._known[ancestor.span_id]
+            name = _first_text(ancestor.attributes, AGENT_NAMES)
+            if name or ancestor.span_id in self._known:
+                name = name or self._known[ancestor.span_id]
                 break
             nameless.append(ancestor.span_id)
-        self._known |= dict.fromkeys(nameless, found)
-        return found
+        self._known |= dict.fromkeys(nameless, name)
+        return name
 
 
 def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
@@ -130,7 +130,7 @@ def _around(calls: Sequence[Span], theirs: Sequence[Span]) -> list[Span | None]:
     Of spans that began together, it is the one that ends first. Of equal ones, it is the first.
     """
     begun = sorted(reversed(theirs), key=lambda span: (span.start_ns, -span.end_ns))
-    found: list[Span | None] = [None] * len(calls)
+    parents: list[Span | None] = [None] * len(calls)
     open_spans: list[Span] = []  # without spans that end before one that began later
     ends: list[int] = []  # of `open_spans`, negative for `bisect`
     num_begun = 0
@@ -145,8 +145,8 @@ def _around(calls: Sequence[Span], theirs: Sequence[Span]) -> list[Span | None]:
             ends.append(-span.end_ns)
             num_begun += 1
         num_around = bisect_right(ends, -call.end_ns)
-        found[index] = open_spans[num_around - 1] if num_around else None
-    return found
+        parents[index] = open_spans[num_around - 1] if num_around else None
+    return parents
 
 
 def _first_text(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:

@@ -57,8 +57,8 @@ class PageCopier:
     ) -> None:
         self.num_blocks = serve.max_len // PAGE  # per row; a partial last page is not cached
         platform = platform_of(sharding)
-        wanted = int(serve.prefix_cache_mib * 2**20) // page_bytes(shape, dtype, platform)
-        self.num_pages = min(wanted, MAX_POOL_SIZE * serve.slots * self.num_blocks)
+        num_affordable = int(serve.prefix_cache_mib * 2**20) // page_bytes(shape, dtype, platform)
+        self.num_pages = min(num_affordable, MAX_POOL_SIZE * serve.slots * self.num_blocks)
         init = partial(init_cache, shape, self.num_pages, PAGE, dtype, platform)
         self._init = jit(init, out_shardings=sharding)
         copy = _copy_at_once if platform == "gpu" else _copy_in_loop
@@ -152,17 +152,17 @@ def _copy_at_once(
     On a GPU the host would wait at each iteration of a loop.
     """
     index = jnp.arange(begin, end) - move.first
-    wanted = (index >= 0) & (index < move.num_pages)
+    in_move = (index >= 0) & (index < move.num_pages)
     page_ids = move.page_ids[jnp.clip(index, 0, len(move.page_ids) - 1)]
 
     def put_in_row(pages: Any, rows: Any, axis: int) -> Any:
         old = _blocks_of_row(rows, move.slot, axis, end - begin)
-        new = jnp.where(wanted[:, None, None, None], pages[page_ids], old)
+        new = jnp.where(in_move[:, None, None, None], pages[page_ids], old)
         row = jax.lax.collapse(jnp.moveaxis(new, 0, axis - 1), axis - 1, axis + 1)
         return jax.lax.dynamic_update_slice(rows, row[None], (move.slot, 0, 0, 0))
 
     def put_in_pages(rows: Any, pages: Any, axis: int) -> Any:
-        to = jnp.where(wanted, page_ids, len(pages))  # past the last page: dropped
+        to = jnp.where(in_move, page_ids, len(pages))  # past the last page: dropped
         return pages.at[to].set(_blocks_of_row(rows, move.slot, axis, end - begin), mode="drop")
 
     return _map_sides(put_in_row if to_row else put_in_pages, source, target)
@@ -183,9 +183,9 @@ def _map_sides(put: Callable[..., Any], source: KVCache, target: KVCache) -> KVC
 def _blocks_of_row(rows: Any, slot: Any, axis: int, number: int) -> Any:
     """Return a row's first `number` blocks, shaped like pages and stacked on the first axis."""
     row = jax.lax.dynamic_index_in_dim(rows, slot, keepdims=False)
-    taken = jax.lax.slice_in_dim(row, 0, number * PAGE, axis=axis - 1)
+    blocks = jax.lax.slice_in_dim(row, 0, number * PAGE, axis=axis - 1)
     shape = (*row.shape[: axis - 1], number, PAGE, *row.shape[axis:])
-    return jnp.moveaxis(taken.reshape(shape), axis - 1, 0)
+    return jnp.moveaxis(blocks.reshape(shape), axis - 1, 0)
 
 
 def _blocks_of_segments(cache: KVCache, number: int) -> list[tuple[KVCache, int, int]]:

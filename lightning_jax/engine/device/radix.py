@@ -107,17 +107,17 @@ class PageTree:
             return Insertion(0, ())
         ids = tuple(ids)
         self._clock += 1
-        node, known, pages = self._root(adapter), 0, []
+        node, num_cached, pages = self._root(adapter), 0, []
         for start in range(0, len(ids), PAGE):
             child, is_cached = self._child(node, ids[start : start + PAGE])
             if child is None:
                 break
             node = self._touch(child)
             if is_cached:
-                known += 1
+                num_cached += 1
             else:
                 pages.append(node.page)
-        return Insertion(known, tuple(pages))
+        return Insertion(num_cached, tuple(pages))
 
     def pin(self, node: Node) -> None:
         """Keep the node's page and those of its ancestors until `unpin`."""

@@ -129,8 +129,8 @@ def limit_memory(mib: float) -> None:
     if sys.platform != "linux":
         return  # macOS does not enforce the limit
     with open("/proc/self/statm", encoding="ascii") as file:
-        taken = int(file.read().split()[0]) * resource.getpagesize()
-    most = taken + int(mib * 2**20)
+        num_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    most = num_bytes + int(mib * 2**20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 

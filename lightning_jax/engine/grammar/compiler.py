@@ -275,19 +275,19 @@ class Matcher:
             if token_id < self._vocab_size:
                 packed[token_id // 8] = 1 << token_id % 8
         else:
-            given = np.frombuffer(body, np.uint8)[: len(packed)]
-            packed[: len(given)] = given
+            mask = np.frombuffer(body, np.uint8)[: len(packed)]
+            packed[: len(mask)] = mask
             packed[-1] &= 0xFF >> -self._vocab_size % 8
-        held = np.flatnonzero(packed)
-        if not len(held):
+        token_ids = np.flatnonzero(packed)
+        if not len(token_ids):
             raise GrammarError(
                 "the grammar has reached a dead end: no token is allowed next. Simplify it so that "
                 "every prefix can be completed.",
                 "dead_end",
             )
-        byte = int(packed[held[0]])
-        only = len(held) == 1 and byte & (byte - 1) == 0
-        self._forced = 8 * int(held[0]) + byte.bit_length() - 1 if only else None
+        byte = int(packed[token_ids[0]])
+        only = len(token_ids) == 1 and byte & (byte - 1) == 0
+        self._forced = 8 * int(token_ids[0]) + byte.bit_length() - 1 if only else None
         self._packed = packed
 
 

@@ -191,12 +191,12 @@ class Replies:
         """
         until = self._deadline if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            held = self._received
-            if len(held) >= LENGTH.size:
-                (length,) = LENGTH.unpack_from(held)
-                if len(held) >= LENGTH.size + length:
-                    self._received = held[LENGTH.size + length :]
-                    return bytes(held[LENGTH.size : LENGTH.size + length])
+            buffer = self._received
+            if len(buffer) >= LENGTH.size:
+                (length,) = LENGTH.unpack_from(buffer)
+                if len(buffer) >= LENGTH.size + length:
+                    self._received = buffer[LENGTH.size + length :]
+                    return bytes(buffer[LENGTH.size : LENGTH.size + length])
             if not wait_readable([self.fileno()], until - time.monotonic()):
                 if timeout_s is None or time.monotonic() >= self._deadline:
                     raise GrammarProcessLost("the grammar's process does not respond")
@@ -207,7 +207,7 @@ class Replies:
                 part = b""
             if not part:
                 raise copy.copy(self._process.why())
-            held += part
+            buffer += part
 
     def close(self) -> None:
         self._connection.close()

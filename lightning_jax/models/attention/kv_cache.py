@@ -272,8 +272,8 @@ def _attend_rows(
 ) -> _Part:
     """Attend to one segment of the chosen rows, or of the first rows."""
     rows, kv_heads, _, size = queries.shape
-    taken = slice(rows) if chosen is None else chosen
-    keys, values = keys[taken], values[taken]
+    indices = slice(rows) if chosen is None else chosen
+    keys, values = keys[indices], values[indices]
     span = values.shape[2]
     wide = jnp.float32
     scores = jnp.einsum("bkmd,bkdc->bkmc", queries, keys, preferred_element_type=wide)

@@ -143,8 +143,8 @@ def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
         tensors[_EMBEDDING] = tensors[copies[0]]
     heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
     params = named_params(shape)
-    known = {param.gguf for param in params}
-    if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in known):
+    names = {param.gguf for param in params}
+    if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in names):
         raise ModelError(
             f"the GGUF file has {unread[0]}, a bias that is not supported for {shape.family}; "
             "use another model",

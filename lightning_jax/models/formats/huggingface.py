@@ -130,17 +130,17 @@ def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
     Raises ModelError if a weight is missing or has the wrong shape.
     """
     weights = find_weights(directory)
-    wanted = {param.hf: param for param in named_params(shape)}
-    inside = {_name_in(weights, name): name for name in wanted}
+    params = {param.hf: param for param in named_params(shape)}
+    inside = {_name_in(weights, name): name for name in params}
     leaves = {}
     for name, array in weights.read(inside):
-        param = wanted[inside[name]]
+        param = params[inside[name]]
         leaves[param.path] = param.from_rows(name, array, dtype)
-    missing = [param.hf for param in wanted.values() if param.path not in leaves]
+    missing = [param.hf for param in params.values() if param.path not in leaves]
     if missing:
         files = set(weights.files.values())
         raise ModelError(
-            f"the *.safetensors files of {directory} lack {len(missing)} of {len(wanted)} weights, "
+            f"the *.safetensors files of {directory} lack {len(missing)} of {len(params)} weights, "
             f"among them {missing[0]}: {on_missing_weights(weights.files, missing, files)}",
             reason="missing",
             key=missing[0],

@@ -38,8 +38,8 @@ class NamedParam:
 
     def from_rows(self, name: str, array: np.ndarray, dtype: Any) -> jax.Array:
         """Convert an array from a file to our parameter. Raises ModelError if its shape differs."""
-        found = self.checked(name, array)
-        return jnp.asarray(np.ascontiguousarray(found.T if self.transpose else found), dtype)
+        rows = self.checked(name, array)
+        return jnp.asarray(np.ascontiguousarray(rows.T if self.transpose else rows), dtype)
 
 
 _OUTSIDE: dict[ParamPath, tuple[str, str]] = {

@@ -43,10 +43,10 @@ def find_model(name: str) -> Path:
 
 
 def _packaged_gguf() -> Path | None:
-    found = importlib.util.find_spec(_SMOLLM2_PACKAGE)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
         return None
-    files = sorted(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     return files[0] if files else None
 
 

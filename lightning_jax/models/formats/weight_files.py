@@ -27,10 +27,10 @@ class Weights:
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the weights of these names. Each file is opened once."""
-        wanted = set(names)
+        requested = set(names)
         for path in dict.fromkeys(self.files.values()):
             with _opened(path) as opened:
-                for name in sorted(name for name in wanted if self.files.get(name) == path):
+                for name in sorted(name for name in requested if self.files.get(name) == path):
                     yield name, np.asarray(opened.get_tensor(name))
 
     def rows(self, name: str, step: int) -> np.ndarray:

@@ -34,22 +34,22 @@ def with_masks(
     not give again stays without masks, and counts in `train/calls_without_mask`. The metrics are
     empty without a grammar.
     """
-    started, made, num_failed = time.monotonic(), list(sequences), 0
-    known: dict[bytes, bytes] = {}  # one object for equal masks
+    started, results, num_failed = time.monotonic(), list(sequences), 0
+    mask_objects: dict[bytes, bytes] = {}  # one object for equal masks
     waiting = [index for index, item in enumerate(sequences) if _waits_for_masks(item)]
     # Sequences of one grammar come together, because few grammars have a process at once.
     for index in sorted(waiting, key=lambda index: sequences[index].grammar or ""):
         item = sequences[index]
         try:
-            masks = _replay(item, grammars, known)
+            masks = _replay(item, grammars, mask_objects)
         except (GrammarError, GrammarProcessLost, OSError) as error:
             log.debug("a grammar was not replayed: %s", error)
             num_failed += 1
         else:
-            made[index] = replace(item, masks=masks, behavior_logprobs=item.sampling_logprobs)
+            results[index] = replace(item, masks=masks, behavior_logprobs=item.sampling_logprobs)
     if not waiting:
-        return made, {}
-    return made, {
+        return results, {}
+    return results, {
         "train/calls_without_mask": float(num_failed),
         "time/masks_s": time.monotonic() - started,
     }
@@ -61,7 +61,7 @@ def _waits_for_masks(sequence: TrainingSequence) -> bool:
 
 
 def _replay(
-    sequence: TrainingSequence, grammars: GrammarCompiler, known: dict[bytes, bytes]
+    sequence: TrainingSequence, grammars: GrammarCompiler, mask_objects: dict[bytes, bytes]
 ) -> tuple[bytes, ...]:
     """Return the mask of each token of the response. Tokens after the last trained one have none.
 
@@ -79,7 +79,7 @@ def _replay(
             if not packed[token_id // 8] >> (token_id % 8) & 1:
                 raise GrammarError(f"token {token_id} is not allowed", "token_does_not_fit")
             mask = packed.tobytes()
-            masks.append(known.setdefault(mask, mask))
+            masks.append(mask_objects.setdefault(mask, mask))
     finally:
         matcher.close()
     return (*masks, *[b""] * (len(response) - len(masks)))
@@ -132,17 +132,17 @@ def empty_masks(shape: tuple[int, int] | None, num_pairs: int) -> MaskBatch | No
     return MaskBatch(np.full(shape, 0xFF, np.uint8), np.zeros(num_pairs, np.int32))
 
 
-def enter_masks(out: MaskBatch, known: dict[bytes, int], sequence: TrainingSequence) -> list[int]:
+def enter_masks(out: MaskBatch, index_of: dict[bytes, int], sequence: TrainingSequence) -> list[int]:
     """Write the masks of the trained tokens into a row's table, and return their indices.
 
-    `known` has those of the row's earlier sequences, and gets the new ones.
+    `index_of` has those of the row's earlier sequences, and gets the new ones.
     """
     indices = []
     for mask, is_trained in zip(sequence.masks, sequence.loss_mask, strict=True):
         if not is_trained:
             continue
-        if mask not in known:
-            known[mask] = len(known) + 1
-            out.table[known[mask]] = np.frombuffer(mask, np.uint8)
-        indices.append(known[mask])
+        if mask not in index_of:
+            index_of[mask] = len(index_of) + 1
+            out.table[index_of[mask]] = np.frombuffer(mask, np.uint8)
+        indices.append(index_of[mask])
     return indices

@@ -30,22 +30,22 @@ def bundles(batches: Sequence[Batch]) -> list[tuple[tuple[Batch, ...], Int32[np.
         return []
     sharding = getattr(batches[0].tokens, "sharding", None)
     platform = jax.default_backend() if sharding is None else platform_of(sharding)
-    size, made = BUNDLE_ON.get(platform, 1), []
+    size, bundles_of_size = BUNDLE_ON.get(platform, 1), []
     for start in range(0, len(batches), size):
         part = batches[start : start + size]
         padding = [part[-1]] * (size - len(part))
-        made.append(((*part, *padding), np.asarray(len(part), np.int32)))
-    return made
+        bundles_of_size.append(((*part, *padding), np.asarray(len(part), np.int32)))
+    return bundles_of_size
 
 
 def measure(
     function: Callable[..., list[Any]], batches: Sequence[Batch], *weights: Any
 ) -> list[Any]:
     """Run a jitted `map_bundle` on all microbatches, possibly none, and return its results."""
-    found: list[Any] = []
+    results: list[Any] = []
     for bundle, count in bundles(batches):
-        found += function(bundle, count, *weights)[: int(count)]
-    return found
+        results += function(bundle, count, *weights)[: int(count)]
+    return results
 
 
 def by_sequence(batches: Sequence[Batch], measured: Sequence[Any], number: int) -> list[Any]:
@@ -55,7 +55,7 @@ def by_sequence(batches: Sequence[Batch], measured: Sequence[Any], number: int) 
     [N, ...] for a sequence with N targets. All are on the host. A sequence that no row holds has
     None.
     """
-    found: list[Any] = [None] * number
+    by_index: list[Any] = [None] * number
     for batch, values in zip(batches, measured, strict=True):
         mask = np.asarray(batch.target_mask)
         indices = np.asarray(batch.target_calls)[mask]
@@ -64,8 +64,8 @@ def by_sequence(batches: Sequence[Batch], measured: Sequence[Any], number: int) 
         cuts = [0, *np.flatnonzero(np.diff(indices)) + 1, len(indices)]
         for start, stop in itertools.pairwise(cuts if len(indices) else ()):
             part = slice(start, stop)
-            found[indices[start]] = jax.tree.map(lambda leaf, part=part: leaf[part], kept)
-    return found
+            by_index[indices[start]] = jax.tree.map(lambda leaf, part=part: leaf[part], kept)
+    return by_index
 
 
 def by_target(
@@ -75,15 +75,15 @@ def by_target(
 
     `values` has one per target of each packed sequence, in order. This undoes `by_sequence`.
     """
-    found = []
+    arrays = []
     for batch in batches:
         mask, calls = np.asarray(batch.target_mask), np.asarray(batch.target_calls)
         out = np.zeros(mask.shape, np.float32)
         # A sequence's targets are adjacent in one row, in order.
         order = list(dict.fromkeys(calls[mask].tolist()))
         out[mask] = [value for index in order for value in values[index]]
-        found.append(out)
-    return found
+        arrays.append(out)
+    return arrays
 
 
 def values_by_call(
@@ -93,8 +93,8 @@ def values_by_call(
 ) -> list[tuple[CallValues, ...]]:
     """Return the values of each trajectory's calls, measured at targets of `state_sequences`."""
     number = sum(len(trajectory.transitions) for trajectory in trajectories)
-    found = by_sequence(batches, measured, number)
-    rest = iter(None if values is None else tuple(values.tolist()) for values in found)
+    values_of = by_sequence(batches, measured, number)
+    rest = iter(None if values is None else tuple(values.tolist()) for values in values_of)
     return [tuple(itertools.islice(rest, len(t.transitions))) for t in trajectories]
 
 
@@ -126,13 +126,13 @@ def map_bundle(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     """
 
     def run(bundle: tuple[Batch, ...], count: Int32[Array, ""], *weights: Any) -> list[Any]:
-        def write(found: Any, batch: Batch, index: Any) -> Any:
+        def write(results: Any, batch: Batch, index: Any) -> Any:
             put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-            return jax.tree.map(put, found, function(batch, *weights))
+            return jax.tree.map(put, results, function(batch, *weights))
 
         shapes = jax.eval_shape(lambda batch: function(batch, *weights), bundle[0])
         start = jax.tree.map(lambda leaf: jnp.zeros((len(bundle), *leaf.shape), leaf.dtype), shapes)
-        found = fold_bundle(bundle, count, write, start)
-        return [jax.tree.map(lambda leaf, i=i: leaf[i], found) for i in range(len(bundle))]
+        results = fold_bundle(bundle, count, write, start)
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(len(bundle))]
 
     return run

@@ -153,8 +153,8 @@ def fill_row(
         if sequence.teacher_scores is not None:
             _fill_scores(out.teacher, where, sequence, trained)
             if out.teacher.top is not None:
-                known = prompts.setdefault(sequence.teacher_prompt_ids, len(prompts) + 1)
-                readers[where] = known
+                reader = prompts.setdefault(sequence.teacher_prompt_ids, len(prompts) + 1)
+                readers[where] = reader
         start += len(trained)
     _fill_distinct(out, start, temperatures, masks, readers)
     return out
@@ -192,14 +192,14 @@ def _fill_distinct(
     distinct, first, target_indices = np.unique(
         np.stack([key[:number] for key in keys]), axis=1, return_index=True, return_inverse=True
     )
-    found = slice(distinct.shape[1])
-    out.distinct.nodes[found], out.distinct.ids[found] = distinct[:2]
+    pairs = slice(distinct.shape[1])
+    out.distinct.nodes[pairs], out.distinct.ids[pairs] = distinct[:2]
     if out.distinct.temperatures is not None:
-        out.distinct.temperatures[found] = distinct[2]
+        out.distinct.temperatures[pairs] = distinct[2]
     if out.distinct.masks is not None:
-        out.distinct.masks.of_pairs[found] = distinct[3]
+        out.distinct.masks.of_pairs[pairs] = distinct[3]
     out.distinct.of_targets[:number] = target_indices.ravel()
     if out.teacher is not None and out.teacher.top is not None:
-        top, rest = out.teacher.top, slice(found.stop, number)
-        top.ids[found], top.logprobs[found] = top.ids[first], top.logprobs[first]
+        top, rest = out.teacher.top, slice(pairs.stop, number)
+        top.ids[pairs], top.logprobs[pairs] = top.ids[first], top.logprobs[first]
         top.ids[rest], top.logprobs[rest] = 0, NO_TOKEN

@@ -39,13 +39,13 @@ def sequences_of(
 def join_values(
     trajectories: Sequence[Trajectory],
     scopes: Sequence[PolicyScope],
-    found: Sequence[Sequence[tuple[CallValues, ...]]],
+    values_by_scope: Sequence[Sequence[tuple[CallValues, ...]]],
 ) -> list[tuple[CallValues, ...]]:
     """Merge the values that each scope's critic found of its calls into those of all calls."""
     if scopes[0] == ALL:
-        return list(found[0])
+        return list(values_by_scope[0])
     joined = []
-    for trajectory, *parts in zip(trajectories, *found, strict=True):
+    for trajectory, *parts in zip(trajectories, *values_by_scope, strict=True):
         rest = {scope.policy: iter(part) for scope, part in zip(scopes, parts, strict=True)}
         joined.append(tuple(next(rest[call.answered_by]) for call in trajectory.transitions))
     return joined

@@ -89,8 +89,8 @@ class ForwardPass:
     def values(self, batch: Batch, params: Params, head: ValueHead) -> Float[Array, "B R"]:
         """Return the value of the state in which each target was chosen, 0 where masked."""
         nodes = self._nodes(self._cast(params), batch, remat=False)
-        found = state_values(head, nodes, batch.target_nodes, batch.adapters)
-        return jnp.where(batch.target_mask, found, 0.0)
+        values = state_values(head, nodes, batch.target_nodes, batch.adapters)
+        return jnp.where(batch.target_mask, values, 0.0)
 
     def _scores(self, params: Params, batch: Batch, nodes: Any, head: Head) -> TargetScores:
         read = head_params(params, self.gather)

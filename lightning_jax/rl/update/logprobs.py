@@ -112,12 +112,12 @@ class Head:
         total = jax.nn.logsumexp(logits, axis=-1)
         scores = TargetScores(*_token_logprobs(logits, total, targets, self.entropy_gradient))
         if targets.top is not None:
-            found = jnp.take_along_axis(logits, targets.top.ids, axis=-1)
+            top_logits = jnp.take_along_axis(logits, targets.top.ids, axis=-1)
             named = targets.top.logprobs
             if targets.of_pairs is not None:  # a teacher that knows no mask may name others
-                named = jnp.where(found > FORBIDDEN, named, NO_TOKEN)
-                found = jnp.maximum(found, total[:, :, None] + NO_TOKEN)
-            kl = kl_to_top(found - total[:, :, None], named, targets.top.kl)
+                named = jnp.where(top_logits > FORBIDDEN, named, NO_TOKEN)
+                top_logits = jnp.maximum(top_logits, total[:, :, None] + NO_TOKEN)
+            kl = kl_to_top(top_logits - total[:, :, None], named, targets.top.kl)
             scores = scores._replace(teacher_kl=jnp.where(targets.mask, kl, 0.0))
         if self.top_k:
             ids, best = self._likeliest(logits)
@@ -173,15 +173,15 @@ def score_nodes(
     hidden = _take(nodes.astype(jnp.float32), indices).astype(nodes.dtype)
     split = functools.partial(_split, size=head_chunk)
     hidden, targets = jax.tree.map(split, (hidden, targets))
-    wanted = targets.mask.any(axis=(1, 2))
-    read: Any = _read_chunks(head, params, table, wanted, hidden, targets)
+    has_targets = targets.mask.any(axis=(1, 2))
+    read: Any = _read_chunks(head, params, table, has_targets, hidden, targets)
     scores = jax.tree.map(_join, read)
     if distinct is None:
         return scores
 
     def of_targets(values: Any) -> Any:
-        found = _take(values, distinct.of_targets)
-        return jnp.where(_like(batch.target_mask, found), found, jnp.zeros_like(found))
+        rows = _take(values, distinct.of_targets)
+        return jnp.where(_like(batch.target_mask, rows), rows, jnp.zeros_like(rows))
 
     return jax.tree.map(of_targets, scores)
 
@@ -224,9 +224,9 @@ def _masked(logits: Any, table: Any, of_pairs: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _read_chunks(
-    head: Head, params: Params, table: Any, wanted: Any, hidden: Any, targets: _Targets
+    head: Head, params: Params, table: Any, has_targets: Any, hidden: Any, targets: _Targets
 ) -> TargetScores:
-    """Apply `head.read` to each chunk [B size] in turn, with zeros for chunks not `wanted` [N].
+    """Apply `head.read` to each chunk [B size] in turn, with zeros unless it `has_targets` [N].
 
     `table` has the rows' masks [B M W], or is None.
     """
@@ -242,7 +242,7 @@ def _read_chunks(
 
         return jax.lax.map(one, chunks), None
 
-    return _run_on_row_shards(read, params, table, wanted, hidden, targets)[0]
+    return _run_on_row_shards(read, params, table, has_targets, hidden, targets)[0]
 
 
 def _read_forward(head: Head, *inputs: Any) -> tuple[Any, Any]:
@@ -296,7 +296,7 @@ _read_chunks.defvjp(_read_forward, _read_backward)
 
 
 def _run_on_row_shards(
-    run: Callable[..., tuple[Any, Any]], params: Params, table: Any, wanted: Any, *chunks: Any
+    run: Callable[..., tuple[Any, Any]], params: Params, table: Any, has_targets: Any, *chunks: Any
 ) -> tuple[Any, Any]:
     """Run `run` on each device's rows of the table [B ...] and of the chunks [N B ...].
 
@@ -305,7 +305,7 @@ def _run_on_row_shards(
     """
     axes = _row_axes(chunks[0])
     if not axes:
-        return run(params, table, wanted, *chunks)
+        return run(params, table, has_targets, *chunks)
     rows, whole = jax.P(None, axes), jax.P()
     return jax.shard_map(
         run,
@@ -314,7 +314,7 @@ def _run_on_row_shards(
         in_specs=(whole, jax.P(axes), whole, *[rows] * len(chunks)),
         out_specs=(rows, whole),
         check_vma=False,
-    )(params, table, wanted, *chunks)
+    )(params, table, has_targets, *chunks)
 
 
 def _add_up(grad: Any, leaf: Any, axes: tuple[str, ...]) -> Any:

@@ -72,12 +72,12 @@ def noise_metrics(rows: Sequence[Mapping[str, float | int]]) -> dict[str, float]
 
     Empty without enough estimates. There is no noise scale while no signal is seen.
     """
-    found = [row for row in rows if "train/grad_signal" in row][-WINDOW:]
-    if len(found) < FEWEST:
+    measured = [row for row in rows if "train/grad_signal" in row][-WINDOW:]
+    if len(measured) < FEWEST:
         return {}
-    signal = sum(row["train/grad_signal"] for row in found)
-    noise = sum(row["train/grad_noise"] for row in found)
-    whole = sum(row["train/grad_square"] for row in found)
+    signal = sum(row["train/grad_signal"] for row in measured)
+    noise = sum(row["train/grad_noise"] for row in measured)
+    whole = sum(row["train/grad_square"] for row in measured)
     share = min(max(signal / whole, 0.0), 1.0) if whole > 0 else 0.0
     metrics = {"train/signal_share": share}
     return metrics | ({"train/noise_scale": max(noise, 0.0) / signal} if signal > 0 else {})

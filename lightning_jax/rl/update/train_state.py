@@ -51,12 +51,12 @@ def init_state(
     # The update counts of several adapters are a vector. No other array of adapters has one axis.
     small = functools.partial(place_scalar, params, most_axes=0 if base is None else 1)
     opt_state = jax.tree.map(small, optimizer.init(params))
-    made = None
+    critic_state = None
     if critic is not None:
         whole = functools.partial(_replicate, params)
-        made = jax.tree.map(whole, init_critic(critic, norms["scale"].shape[0]))
+        critic_state = jax.tree.map(whole, init_critic(critic, norms["scale"].shape[0]))
     step = place_scalar(params, jnp.zeros((), jnp.int32))
-    return TrainState(step, params, opt_state, made, base)
+    return TrainState(step, params, opt_state, critic_state, base)
 
 
 def place_scalar(params: Params, value: Any, *, most_axes: int = 0) -> Any:

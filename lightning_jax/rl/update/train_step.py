@@ -264,12 +264,13 @@ def _move(
     grads: tuple[Any, Any],
 ) -> tuple[Any, Any, CriticState | None]:
     """Return the params, their optimizer state and the critic after an update."""
-    params, opt_state, made = old
+    params, opt_state, critic_state = old
     updates, opt_state = optimizer.update(grads[0], opt_state, params)
-    if critic is not None and made is not None:
-        moved, moments = critic.optimizer.update(grads[1], made.opt_state, made.head)
-        made = CriticState(optax.apply_updates(made.head, moved), moments)
-    return optax.apply_updates(params, updates), opt_state, made
+    if critic is not None and critic_state is not None:
+        head, moments = critic_state.head, critic_state.opt_state
+        moved, moments = critic.optimizer.update(grads[1], moments, head)
+        critic_state = CriticState(optax.apply_updates(head, moved), moments)
+    return optax.apply_updates(params, updates), opt_state, critic_state
 
 
 def _move_if(finite: Bool[Array, ""], move: Callable[..., Any], old: Any, grads: Any) -> Any:

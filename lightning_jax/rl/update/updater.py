@@ -140,10 +140,10 @@ class Updater:
         if self.needs_old_logprobs and self.num_epochs * len(minibatches) > 1:
             known_old = partial(train_step.with_old_logprobs, self.functions, state.policy)
             minibatches = [known_old(batches) for batches in minibatches]
-        known = None
+        ref_logprobs = None
         if self.dpo_beta is not None:  # one minibatch, whose loss needs no other reference values
             assert reference is not None, "DPO keeps one"
-            known = self._logprobs(minibatches[0], overlay(state.base, reference))
+            ref_logprobs = self._logprobs(minibatches[0], overlay(state.base, reference))
             reference = None
         fixed = self._fixed(minibatch_sequences, parts, minibatches)
         halves = self._halves(minibatch_sequences, parts)
@@ -153,10 +153,10 @@ class Updater:
                 minibatches, present = self._drawn_anew(fixed, state, epoch)
             for batches, some in zip(minibatches, present, strict=True):
                 measured: Metrics = {}
-                if known is not None:
+                if ref_logprobs is not None:
                     current = self._logprobs(batches, state.policy)
                     batches, measured = self._prefer(
-                        minibatch_sequences[0], parts[0][0], batches, current, known
+                        minibatch_sequences[0], parts[0][0], batches, current, ref_logprobs
                     )
                 half = None if updates else halves
                 state, learned = train_step.update(
@@ -209,16 +209,16 @@ class Updater:
             columns = {"advantage": [batch.advantages for batch in on_mesh]}
             if on_mesh[0].old_logprobs is not None:
                 columns["old_logprobs"] = [batch.old_logprobs for batch in on_mesh]
-            found = {
+            by_column = {
                 name: by_sequence(batches, to_host(values), len(some))
                 for name, values in columns.items()
             }
             fixed += [
                 dataclasses.replace(
-                    sequence, **{name: tuple(found[name][index].tolist()) for name in found}
+                    sequence, **{name: tuple(by_column[name][index].tolist()) for name in by_column}
                 )
                 for index, sequence in enumerate(some)
-                if found["advantage"][index] is not None
+                if by_column["advantage"][index] is not None
             ]
         return fixed
 
@@ -283,8 +283,8 @@ class Updater:
     ) -> list[Batch]:
         """Return the sharded batches with the KL of later calls subtracted from the advantages."""
         current = self._logprobs(sharded, state.policy)
-        known = self._logprobs(sharded, overlay(state.base, reference))
-        advantages = charge_later_calls(sequences, batches, current, known, algorithm)
+        ref_logprobs = self._logprobs(sharded, overlay(state.base, reference))
+        advantages = charge_later_calls(sequences, batches, current, ref_logprobs, algorithm)
         return [
             dataclasses.replace(batch, advantages=values)
             for batch, values in zip(
@@ -303,16 +303,16 @@ class Updater:
         """
         if self.num_minibatches == 1:
             return [list(sequences)]
-        taken, left_out = [], []
+        trained, left_out = [], []
         for sequence in sequences:
             skips = self.skip_zero_advantage and not epoch
             is_left_out = why_dropped(sequence, self.batch, skips) is not None
-            (left_out if is_left_out else taken).append(sequence)
+            (left_out if is_left_out else trained).append(sequence)
         seed = f"{self.seed} {int(to_host(state.step))}" + f" {epoch}" * (epoch > 0)
-        by_policy = [taken]
+        by_policy = [trained]
         if self.policies is not None and self.policies.separate:
             by_policy = [
-                [sequence for sequence in taken if sequence.adapter == index]
+                [sequence for sequence in trained if sequence.adapter == index]
                 for index in range(self.policies.number)
             ]
         parts = [
