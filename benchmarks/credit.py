@@ -68,7 +68,9 @@ def first_params(key: Array) -> Params:
     With large weights, hidden states change little while the output learns from them.
     """
     params = init_params(MODEL, key)
-    grown = jax.tree.map(lambda w: w * (50 / MODEL.embed_dim**0.5) if w.ndim == 2 else w, params)
+    grown = jax.tree.map(
+        lambda w: w * (50 / MODEL.shape.embed_dim**0.5) if w.ndim == 2 else w, params
+    )
     return grown | {"head": params["head"]}
 
 

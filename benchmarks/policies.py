@@ -82,7 +82,9 @@ def first_params(key: Array) -> Params:
     Its states and logits are as large as a trained model's.
     """
     params = init_params(MODEL, key)
-    grown = jax.tree.map(lambda w: w * (50 / MODEL.embed_dim**0.5) if w.ndim == 2 else w, params)
+    grown = jax.tree.map(
+        lambda w: w * (50 / MODEL.shape.embed_dim**0.5) if w.ndim == 2 else w, params
+    )
     head = {"kernel": 10.0 * params["head"]["kernel"]}
     return grown | {"head": head}
 

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, Key
-from window.shapes import shape_of
 
 from lightning_jax.engine import sampling
 from lightning_jax.engine.config import ServeConfig
@@ -37,6 +36,7 @@ from lightning_jax.models.matmul import matmul
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Params, RMSNorm, param_shapes, unembed
 from lightning_jax.types import Leaf
+from window.shapes import shape_of
 
 Options = Mapping[str, str]  # of XLA's compiler
 Dispatch = Callable[[], Any]  # starts the next step and returns its result on the device

@@ -130,7 +130,8 @@ class EngineLoop(SlotLoop[Request]):
         prompt = tuple(prompt_ids)
         response = self._respond(prompt, sampling, time_limit)
         self._check_adapter(adapter)
-        adjuster = self._adjuster(sampling)
+        vocab_size = self._programs.config.shape.vocab_size
+        adjuster = LogitAdjuster(sampling, vocab_size) if moves_logits(sampling) else None
         generation = Generation(self._cancel)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = Request(
@@ -187,11 +188,6 @@ class EngineLoop(SlotLoop[Request]):
                 reason="unknown",
                 key="adapter",
             )
-
-    def _adjuster(self, sampling: SamplingParams) -> LogitAdjuster | None:
-        if not moves_logits(sampling):
-            return None
-        return LogitAdjuster(sampling, self._programs.config.shape.vocab_size)
 
     def _cancel(self, generation: Generation) -> None:
         with self._changed:

@@ -92,7 +92,7 @@ def with_defaults(template: str, kwargs: Mapping[str, Any]) -> str:
         if name not in variables:
             raise TemplateError(
                 f"the chat template never reads {name!r} of chat_template_kwargs; it reads "
-                f"{', '.join(sorted(found - {*RENDERED})) or 'no such variable'}",
+                f"{', '.join(sorted(variables - {*RENDERED})) or 'no such variable'}",
                 reason="unread",
                 key=name,
             )

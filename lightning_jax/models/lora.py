@@ -134,7 +134,11 @@ def write_peft(directory: Path, lora: LoraConfig, params: Params, base: str) -> 
     `base` is the name of the base model, as in `model.name`.
     """
     adapters = flatten(trained_part(params))
-    arrays = {_peft_name(*path): _peft_rows(leaf) for path, leaf in adapters.items()}
+    arrays = {}
+    for (layer, part, leaf), array in adapters.items():
+        rows = np.asarray(jax.device_get(array)).astype(np.float32).T  # [out, in]
+        name = f"base_model.model.{hf_module(layer, part)}.{_PEFT_LEAVES[leaf]}.weight"
+        arrays[name] = np.ascontiguousarray(rows)
     safetensors.numpy.save_file(arrays, directory / "adapter_model.safetensors", {"format": "pt"})
     layer = next(iter(adapters))[0]
     modules = [hf_module(layer, target).rpartition(".")[2] for target in lora.targets]
@@ -157,12 +161,3 @@ def write_peft(directory: Path, lora: LoraConfig, params: Params, base: str) -> 
             "inference_mode": True,
         },
     )
-
-
-def _peft_name(layer: str, part: str, leaf: str) -> str:
-    return f"base_model.model.{hf_module(layer, part)}.{_PEFT_LEAVES[leaf]}.weight"
-
-
-def _peft_rows(leaf: Any) -> np.ndarray:
-    """Return the leaf in float32 as [out, in], the order in files."""
-    return np.ascontiguousarray(np.asarray(jax.device_get(leaf)).astype(np.float32).T)

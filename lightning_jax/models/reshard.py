@@ -48,11 +48,13 @@ def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
     do not own those devices get None. Weights of one process, such as those just loaded, are copied
     without the others.
     """
-    if all(_is_local(leaf) for leaf in jax.tree.leaves(params)):
+    leaves, form = jax.tree.flatten(params)
+    if all(not isinstance(leaf, jax.Array) or leaf.is_fully_addressable for leaf in leaves):
         return take_copy(prepare_copy(params, shardings, dtype), shardings)
     targets = jax.tree.leaves(shardings)
     everywhere = _in_every_process(targets[0].mesh)
-    leaves, form = jax.tree.flatten(_copy(params, dtype))
+    # A copy, because `device_put` between processes may return an input array unchanged.
+    leaves = [jnp.copy(leaf).astype(dtype) for leaf in leaves]
     moved = jax.block_until_ready(
         jax.device_put(leaves, [NamedSharding(everywhere, target.spec) for target in targets])
     )
@@ -181,17 +183,7 @@ def _part(shards: dict[tuple[Any, _Bounds], Any], device: Any, target: _Bounds) 
     return jax.lax.slice(shard.data, starts.tolist(), ends.tolist())
 
 
-def _is_local(leaf: Any) -> bool:
-    """Return whether this process holds the whole array, so that no other one has a part in it."""
-    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-
-
 @functools.partial(jax.jit, static_argnums=1)
-def _copy(params: Params, dtype: Any) -> Params:
-    """Copy and cast, because `device_put` between processes may return an input array unchanged."""
-    return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)
-
-
 def _in_every_process(mesh: Mesh) -> Mesh:
     """Stack the mesh of one process with the same mesh in every other process.
 

@@ -1,4 +1,4 @@
-"""What the files beside tokenizer.json declare: tokens, chat templates and ends of response.
+"""Tokens, chat templates and ends of response that the files beside tokenizer.json declare.
 
 Tokens are read as transformers reads them. `added_tokens_decoder` of tokenizer_config.json counts
 if it is there. Older models have special_tokens_map.json and added_tokens.json in its place.
@@ -116,8 +116,9 @@ def _text(token: Any) -> str:
 def _token(fields: Mapping[str, Any]) -> tokenizers.AddedToken:
     names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     values = {name: fields[name] for name in names if name in fields}
+    content = values.pop("content")
     values = {"normalized": not values.get("special", False)} | values
-    return tokenizers.AddedToken(values.pop("content"), **values)
+    return tokenizers.AddedToken(content, **values)
 
 
 def declared_ends(directory: Path, error: type[Coded]) -> set[int]:

@@ -43,7 +43,7 @@ Gather = Callable[[Params], Params]  # gathers all weights, or those of one laye
 
 
 class LayerInputs(NamedTuple):
-    """What each layer of a pass reads besides its weights, the hidden states and its cache."""
+    """Inputs of all layers of a pass, besides weights, hidden states and caches."""
 
     rope: RopeTables
     ends: Int[Array, "B T"] | None  # without a cache: see `forward`
@@ -152,9 +152,7 @@ class Layer(nn.Module):
         execution = self.config.execution
         lora = execution.lora
         adapter = lora if lora is not None and name in lora.targets else None
-        return Linear(
-            features, bias, adapter, execution.num_adapters, execution.turned, name=name
-        )
+        return Linear(features, bias, adapter, execution.num_adapters, execution.turned, name=name)
 
     def _project(
         self, h: Hidden, inputs: LayerInputs
@@ -327,7 +325,8 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
 
 
 def _final_norm(params: Params, config: DecoderConfig, x: Hidden) -> Hidden:
-    return RMSNorm(config.shape.norm_eps).apply({"params": params["final_norm"]}, x)
+    norm: Any = RMSNorm(config.shape.norm_eps).apply({"params": params["final_norm"]}, x)
+    return norm
 
 
 def unembed(

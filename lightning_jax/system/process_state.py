@@ -81,10 +81,6 @@ def _set_directory(path: str | None) -> None:
         os.chdir(path)
 
 
-def _handlers() -> tuple[Any, ...]:
-    return tuple(map(signal.getsignal, STOP_SIGNALS))
-
-
 def _set_handlers(handlers: tuple[Any, ...]) -> None:
     if threading.current_thread() is threading.main_thread():  # others may not set them
         for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
@@ -106,7 +102,9 @@ PARTS = {
         lambda value: locale.setlocale(locale.LC_ALL, value),
     ),
     "timeout of sockets": _Part(socket.getdefaulttimeout, socket.setdefaulttimeout),
-    "handlers of SIGINT and SIGTERM": _Part(_handlers, _set_handlers),
+    "handlers of SIGINT and SIGTERM": _Part(
+        lambda: tuple(map(signal.getsignal, STOP_SIGNALS)), _set_handlers
+    ),
 }
 
 

@@ -56,7 +56,7 @@ class DeviceTurns:
     def __init__(self) -> None:
         self._next, self._held = threading.Lock(), threading.Lock()
 
-    def __enter__(self) -> "Turns":
+    def __enter__(self) -> "DeviceTurns":
         with self._next:  # whoever waits for the lock keeps this one
             self._held.acquire()
         return self

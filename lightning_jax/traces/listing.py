@@ -2,11 +2,9 @@
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from sqlite3 import Connection
 from typing import Any, Literal
 
 from lightning_jax.traces._sqlite import one_sentence, open_file, parse
@@ -83,14 +81,9 @@ class StoreListing:
         with self._lock:
             self._db.close()
 
-    @contextmanager
-    def _reading(self) -> Iterator[Connection]:
-        with self._lock, one_sentence(self.path):
-            yield self._db
-
     def _all(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        with self._reading() as db:
-            return db.execute(query, values).fetchall()
+        with self._lock, one_sentence(self.path):
+            return self._db.execute(query, values).fetchall()
 
     def counts(self) -> dict[str, int]:
         """Return the number of rollouts by status, without superseded ones."""

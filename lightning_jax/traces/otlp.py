@@ -175,7 +175,8 @@ def _span(span: OtlpSpan) -> Span:
     values = reader.attributes(span.attributes)
     error = None
     if span.status.code == Status.STATUS_CODE_ERROR:
-        thrown = _exception(span)
+        events = [event for event in span.events if event.name == "exception"]
+        thrown = _Reader().attributes(events[-1].attributes) if events else {}
         error = clip(span.status.message) or str(thrown.get("exception.message", ""))
         values.setdefault(attributes.ERROR_TYPE, str(thrown.get("exception.type", "error")))
     if reader.num_dropped:
@@ -190,11 +191,6 @@ def _span(span: OtlpSpan) -> Span:
         attributes=values,
         error=error if error != "" else "it failed",
     )
-
-
-def _exception(span: OtlpSpan) -> dict[str, Any]:
-    events = [event for event in span.events if event.name == "exception"]
-    return _Reader().attributes(events[-1].attributes) if events else {}
 
 
 class _TooLong(Exception):

@@ -5,7 +5,7 @@ Frameworks use names from OpenTelemetry's GenAI conventions or from OpenInferenc
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,14 +64,18 @@ def attach_loose_calls(spans: Sequence[Span]) -> list[Span]:
     Such a call goes below the span that encloses it in time and began last. Instrumentation often
     makes a span around a call without sending its context.
     """
-    roots = {span.span_id for span in spans if span.parent_span_id is None}
-    loose = [index for index, span in enumerate(spans) if _is_loose(span, roots)]
+    roots = {"", *(span.span_id for span in spans if span.parent_span_id is None)}
+    loose = [
+        index
+        for index, span in enumerate(spans)
+        if from_gateway(span) and (span.parent_span_id or "") in roots
+    ]
     theirs = [span for span in spans if attributes.ROLLOUT_ID not in span.attributes]
-    placed_spans = list(spans)
+    attached = list(spans)
     for index, above in zip(loose, _around([spans[index] for index in loose], theirs), strict=True):
         if above is not None:
-            placed_spans[index] = replace(spans[index], parent_span_id=above.span_id)
-    return placed_spans
+            attached[index] = replace(spans[index], parent_span_id=above.span_id)
+    return attached
 
 
 def ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
@@ -111,17 +115,8 @@ def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
     Sub-agents run in parallel, and each has its own calls.
     """
     tools = [span for span in spans if is_tool(span)]
-    calls = [span for span in spans if _holds_tokens(span)]
+    calls = [span for span in spans if attributes.RESPONSE_TOKEN_IDS in span.attributes]
     return list(zip(tools, Forest(spans).latest(calls, tools), strict=True))
-
-
-def _holds_tokens(span: Span) -> bool:
-    return attributes.RESPONSE_TOKEN_IDS in span.attributes
-
-
-def _is_loose(span: Span, roots: Set[str]) -> bool:
-    """Return whether a call to the gateway has no parent other than its rollout's root."""
-    return from_gateway(span) and (span.parent_span_id or "") in {*roots, ""}
 
 
 def _around(calls: Sequence[Span], theirs: Sequence[Span]) -> list[Span | None]:

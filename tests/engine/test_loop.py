@@ -6,8 +6,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import SERVE, Bench
-from test_slots import full_logprobs
 
 from lightning_jax.engine import batcher
 from lightning_jax.engine.config import ServeConfig
@@ -19,6 +17,9 @@ from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.testing.tiny import tiny_model, tiny_policies
+
+from .conftest import SERVE, Bench
+from .device.test_slots import full_logprobs
 
 
 def greedy(max_tokens: int = 10, **settings) -> SamplingParams:

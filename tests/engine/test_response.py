@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import tokenizers
-from conftest import Bench
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +11,8 @@ from lightning_jax.engine.response import Response, SampledToken, StopStrings, T
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.testing.tiny import tiny_tokenizer
+
+from .conftest import Bench
 
 TOKENIZER = tiny_tokenizer()
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

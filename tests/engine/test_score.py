@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from test_slots import full_logprobs
 
 from lightning_jax.engine.score import PromptScorer
 from lightning_jax.models.formats.load import LoadedModel
+
+from .device.test_slots import full_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +15,9 @@ def scorer(model: LoadedModel) -> PromptScorer:
 
 
 @pytest.mark.parametrize("length", [1, 2, 64, 90])
-def test_scores_are_the_forward_functions(length: int, model: LoadedModel, scorer: PromptScorer) -> None:
+def test_scores_are_the_forward_functions(
+    length: int, model: LoadedModel, scorer: PromptScorer
+) -> None:
     ids = np.random.default_rng(length).integers(0, 259, length).tolist()
     scores = scorer(model.params, ids)
     table = full_logprobs(model, ids)

@@ -126,14 +126,18 @@ def test_a_sequence_that_fits_no_row_is_not_scored_and_learns_without_the_teache
     long = sequence([1] * 20, [2])
     scores = scores_of(SHAPE, [long, SEQUENCES[0]])
     assert scores[0] is None and scores[1] is not None
-    first, second = with_scores(weigh_teacher([long, SEQUENCES[0]], coef=1.0, reward_coef=1.0), scores)
+    first, second = with_scores(
+        weigh_teacher([long, SEQUENCES[0]], coef=1.0, reward_coef=1.0), scores
+    )
     assert (first.teacher_coef, first.teacher_scores) == (0.0, None)
     assert (second.teacher_coef, second.teacher_scores) == (1.0, scores[1])
 
 
 def test_weights_and_metrics_by_hand():
     per_token = sequence([1], [2, 3], advantage=(1.0, -2.0))
-    mixed = weigh_teacher([sequence([1], [2, 3], advantage=3.0), per_token], coef=0.5, reward_coef=2.0)
+    mixed = weigh_teacher(
+        [sequence([1], [2, 3], advantage=3.0), per_token], coef=0.5, reward_coef=2.0
+    )
     assert [item.advantage for item in mixed] == [6.0, (2.0, -4.0)]
     assert [item.teacher_coef for item in mixed] == [0.5, 0.5]
     # Behavior log-probs are -0.5 and -0.75. Only the first sequence was scored.

@@ -26,7 +26,7 @@ from lightning_jax.testing.tiny import tiny_model
 
 MODEL = tiny_model(num_layers=1)
 CONFIG = MODEL.config.with_shape(tie_embeddings=False)
-COMPILER = GrammarCompiler(MODEL.tokenizer, CONFIG.vocab_size)
+COMPILER = GrammarCompiler(MODEL.tokenizer, CONFIG.shape.vocab_size)
 LETTERS = tuple(MODEL.tokenizer.encode("abc", special=False))
 END = min(MODEL.tokenizer.eos_ids)
 GRAMMAR = 'start: ("a" | "b" | "c") ("a" | "b" | "c")'
@@ -39,7 +39,7 @@ REINFORCE = AlgorithmConfig(baseline="none", normalize="none", aggregation="cons
 
 def logit_table(lost: float) -> np.ndarray:
     """Return random logits [4, V] of which the grammar takes this share of the mass."""
-    table = np.random.default_rng(1).normal(size=(4, CONFIG.vocab_size))
+    table = np.random.default_rng(1).normal(size=(4, CONFIG.shape.vocab_size))
     weights = np.exp(table)
     allowed = weights[:, LETTERS].sum(axis=1)
     wanted = (weights.sum(axis=1) - allowed) * (1 - lost) / lost

@@ -1,4 +1,3 @@
-
 import itertools
 from dataclasses import replace
 

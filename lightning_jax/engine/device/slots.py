@@ -89,7 +89,8 @@ class SlotPrograms:
                 key="serve.max_len",
             )
         self._plain, self._cache = _shardings(mesh, config.shape)
-        on_one_cpu = _on_one_cpu(self._plain)
+        self._platform = platform_of(self._plain)
+        on_one_cpu = len(self._plain.device_set) == 1 and self._platform == "cpu"
         turned = dtype == "float32" and on_one_cpu
         self.config, self.mesh = config.with_execution(turned=turned), mesh
         self.num_slots, self.max_len = serve.slots, serve.max_len
@@ -99,7 +100,6 @@ class SlotPrograms:
         self.buckets = tuple(sorted(lengths))
         tokens = max(PREFILL_TOKENS, self.buckets[-1])
         self._chunks_at_once = {b: row_counts(b, tokens, serve.slots) for b in self.buckets}
-        self._platform = platform_of(self._plain)
         # Kernels read only the used part of a row, so one program serves all lengths.
         whole = is_whole(self._platform)
         segments = (serve.max_len,) if whole else segment_lengths(serve.max_len)
@@ -250,7 +250,8 @@ class SlotPrograms:
         if smallest not in self._prefill.ready:
             inputs = self._prompts(*smallest[1:])
             self._prefill.compile(smallest, params, cache, *inputs)
-        ready = self._ready_prefills(cache)
+        sizes = self._prefill.ready
+        ready = {(bucket, count) for rows, bucket, count in sizes if rows == cache.num_rows}
         counts = {
             bucket: tuple(count for count in counts if (bucket, count) in ready)
             for bucket, counts in self._chunks_at_once.items()
@@ -269,11 +270,6 @@ class SlotPrograms:
         """Return the seconds that a plan takes, 0.0 while none are known."""
         seconds = (self._prefill.costs.seconds(_prefill_size(cache, batch)) for batch in plan)
         return sum(s or 0.0 for s in seconds)
-
-    def _ready_prefills(self, cache: KVCache) -> set[tuple[int, int]]:
-        """Return the (bucket, number of prompts) of each prefill compiled for this cache."""
-        sizes = self._prefill.ready
-        return {(bucket, count) for rows, bucket, count in sizes if rows == cache.num_rows}
 
     def _prompts(self, bucket: int, count: int) -> PromptBatch:
         zeros = np.zeros(count, np.int32)
@@ -415,10 +411,6 @@ def _slot_counts(slots: int, fewest: int) -> tuple[int, ...]:
     """
     counts = [1, *(2**power for power in range(2, slots.bit_length()))]
     return (*(count for count in counts if fewest <= count < slots), slots)
-
-
-def _on_one_cpu(sharding: jax.sharding.Sharding) -> bool:
-    return len(sharding.device_set) == 1 and platform_of(sharding) == "cpu"
 
 
 def _compiler_options(dtype: jnp.dtype) -> dict[str, str] | None:

@@ -201,7 +201,9 @@ class GrammarProcess:
             return False
         response = socket.socket(fileno=descriptors[0])
         matcher = self._compiled and limited(self._seconds, self._compiled.deep_copy)
-        self._selector.register(response, selectors.EVENT_READ, MatchedResponse(matcher, self._seconds))
+        self._selector.register(
+            response, selectors.EVENT_READ, MatchedResponse(matcher, self._seconds)
+        )
         self._reply(response, self._first)
         return True
 

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from lightning_jax.models.attention import flash

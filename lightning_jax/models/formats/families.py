@@ -140,5 +140,3 @@ def impossible(where: object, name: str, value: Any, expected: str) -> ModelErro
         reason="malformed",
         key=name,
     )
-
-

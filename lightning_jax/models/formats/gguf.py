@@ -74,7 +74,8 @@ def read_shape(file: Contents) -> DecoderShape:
         num_kv_heads=file.needed(names["num_kv_heads"], int, heads),
         head_dim=head_dim,
         rope_theta=theta,
-        norm_eps=_short_float(eps),
+        # The decimal from which the float32 was written: 9.99999974e-06 gives 1e-05.
+        norm_eps=float(np.format_float_positional(np.float32(eps), unique=True)),
         tie_embeddings=_OUTPUT not in tensors or repeated_embedding(tensors) is not None,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -223,8 +224,3 @@ def _rope_scaling(tensor: ReaderTensor, head_dim: int, theta: float) -> RopeScal
             key="rope_freqs.weight",
         )
     return scaling
-
-
-def _short_float(value: float) -> float:
-    """Return the decimal from which a float32 was written: 9.99999974e-06 gives 1e-05."""
-    return float(np.format_float_positional(np.float32(value), unique=True))

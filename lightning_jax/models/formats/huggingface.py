@@ -184,7 +184,9 @@ def untie(directory: Path, shape: DecoderShape) -> DecoderShape:
     return dataclasses.replace(shape, tie_embeddings=False)
 
 
-def write_model(directory: Path, shape: DecoderShape, params: Params, eos_ids: frozenset[int]) -> None:
+def write_model(
+    directory: Path, shape: DecoderShape, params: Params, eos_ids: frozenset[int]
+) -> None:
     """Write config.json, generation_config.json and model.safetensors."""
     flat = flatten(params)
     arrays = {param.hf: _to_rows(param, flat[param.path]) for param in named_params(shape)}

@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 
-from lightning_jax.models import tokenizer
 from lightning_jax.models import chat_template as templates
+from lightning_jax.models import tokenizer
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
 from lightning_jax.models.formats.families import SHAPES

@@ -163,7 +163,9 @@ def _pack(
         part = slice(start, start + count)
         forest = PathForest(paths[part], [_num_targets(sequence) for sequence in sequences[part]])
         packed = pack_rows(forest, max_nodes=config.row_len, max_targets=config.max_targets)
-        rows += [PackedRow([start + i for i in row.members], row.nodes, row.targets) for row in packed]
+        rows += [
+            PackedRow([start + i for i in row.members], row.nodes, row.targets) for row in packed
+        ]
         start += count
     return rows
 

@@ -132,7 +132,9 @@ def empty_masks(shape: tuple[int, int] | None, num_pairs: int) -> MaskBatch | No
     return MaskBatch(np.full(shape, 0xFF, np.uint8), np.zeros(num_pairs, np.int32))
 
 
-def enter_masks(out: MaskBatch, index_of: dict[bytes, int], sequence: TrainingSequence) -> list[int]:
+def enter_masks(
+    out: MaskBatch, index_of: dict[bytes, int], sequence: TrainingSequence
+) -> list[int]:
     """Write the masks of the trained tokens into a row's table, and return their indices.
 
     `index_of` has those of the row's earlier sequences, and gets the new ones.

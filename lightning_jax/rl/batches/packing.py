@@ -152,7 +152,9 @@ def _first_fit_decreasing(
     return [forest.row(row.members) for row in rows]
 
 
-def _dissolve(forest: PathForest, rows: list[PackedRow], limits: tuple[int, int]) -> list[PackedRow]:
+def _dissolve(
+    forest: PathForest, rows: list[PackedRow], limits: tuple[int, int]
+) -> list[PackedRow]:
     """Spread the emptiest row over the others, repeatedly while that works."""
     total = forest.span(0, len(forest.lengths))
     least = max(-(-total.nodes // limits[0]), -(-total.targets // limits[1]))

@@ -90,7 +90,9 @@ class Updater:
             return None, {}
         started = time.monotonic()
         sequences = state_sequences(
-            trajectories, per_token=self.values_per_token, adapters=self._adapters
+            trajectories,
+            per_token=self.values_per_token,
+            adapters=policy_indices(self.policies.names if self.policies else ()),
         )
         batches, _ = make_batches(sequences, self.batch)
         sharded = put_on_mesh(batches, batch_sharding(self.mesh))
@@ -267,10 +269,6 @@ class Updater:
                 sharded, put_on_mesh(advantages, batch_sharding(self.mesh)), strict=True
             )
         ], metrics
-
-    @property
-    def _adapters(self) -> dict[str, int]:
-        return policy_indices(() if self.policies is None else self.policies.names)
 
     def _charge(
         self,

@@ -21,7 +21,7 @@ from lightning_jax.models.model_files import ModelError
 def _split(path: Path, number: int) -> list[Path]:
     """Write a model in parts. Only the metadata of the first counts."""
     model = _variant("qwen2")
-    names = sorted(param.gguf for param in named_params(model.config))
+    names = sorted(param.gguf for param in named_params(model.config.shape))
     parts = []
     for part in range(number):
         parts.append(path.with_name(f"{path.name}-{part + 1:05}-of-{number:05}.gguf"))

@@ -129,9 +129,9 @@ def _write_gguf(path, model, more=lambda writer: None, kept=None):
         if family == "llama" and heads:
             rows = _permute(rows, heads)
         writer.add_tensor(param.gguf, np.ascontiguousarray(rows))
-    if config.rope_scaling:
-        theta, size = config.rope_theta, config.head_dim
-        stretched = rope_frequencies(size, theta, config.rope_scaling)
+    if shape.rope_scaling:
+        theta, size = shape.rope_theta, shape.head_dim
+        stretched = rope_frequencies(size, theta, shape.rope_scaling)
         writer.add_tensor(
             "rope_freqs.weight", np.asarray(rope_frequencies(size, theta, None) / stretched)
         )

@@ -157,7 +157,7 @@ def test_a_model_without_its_head_loads_if_the_weights_are_tied(directory: Path)
 def test_output_weights_of_their_own_count_more_than_the_config(directory: Path) -> None:
     arrays = _arrays(directory)
     _write(directory / NAMED, arrays | {HEAD: arrays[EMBEDDING].copy()})
-    assert load_model(str(directory)).config.tie_embeddings
+    assert load_model(str(directory)).config.shape.tie_embeddings
     _write(directory / NAMED, arrays | {HEAD: arrays[EMBEDDING] + 1.0})
     loaded = load_model(str(directory))
     assert not loaded.config.shape.tie_embeddings
