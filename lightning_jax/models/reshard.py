@@ -48,13 +48,12 @@ def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
     do not own those devices get None. Weights of one process, such as those just loaded, are copied
     without the others.
     """
-    leaves, form = jax.tree.flatten(params)
+    leaves = jax.tree.leaves(params)
     if all(not isinstance(leaf, jax.Array) or leaf.is_fully_addressable for leaf in leaves):
         return take_copy(prepare_copy(params, shardings, dtype), shardings)
     targets = jax.tree.leaves(shardings)
     everywhere = _in_every_process(targets[0].mesh)
-    # A copy, because `device_put` between processes may return an input array unchanged.
-    leaves = [jnp.copy(leaf).astype(dtype) for leaf in leaves]
+    leaves, form = jax.tree.flatten(_copy(params, dtype))
     moved = jax.block_until_ready(
         jax.device_put(leaves, [NamedSharding(everywhere, target.spec) for target in targets])
     )
@@ -184,6 +183,11 @@ def _part(shards: dict[tuple[Any, _Bounds], Any], device: Any, target: _Bounds) 
 
 
 @functools.partial(jax.jit, static_argnums=1)
+def _copy(params: Params, dtype: Any) -> Params:
+    """Copy and cast, because `device_put` between processes may return an input array unchanged."""
+    return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)
+
+
 def _in_every_process(mesh: Mesh) -> Mesh:
     """Stack the mesh of one process with the same mesh in every other process.
 

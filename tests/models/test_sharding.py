@@ -33,7 +33,7 @@ from lightning_jax.train.updaters import phase_updater
 def _loss(params, config, tokens, positions, ends, remat):
     hidden, _ = forward(params, config, tokens, positions, ends=ends, remat=remat)
     logits = unembed(params, config, hidden)
-    targets = jax.nn.one_hot(jnp.roll(tokens, -1, axis=1), config.vocab_size)
+    targets = jax.nn.one_hot(jnp.roll(tokens, -1, axis=1), config.shape.vocab_size)
     return -(jax.nn.log_softmax(logits) * targets).sum(axis=-1).mean()
 
 
