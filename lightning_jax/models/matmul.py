@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Float32
 
@@ -75,7 +76,9 @@ def _product_as(dtype: Any, left: Array, right: Array, axes: tuple[int, int]) ->
     return jax.lax.platform_dependent(*sides, cpu=on_cpu, default=as_asked)
 
 
-def product(left: Array, right: Array, axes: tuple[int, int]) -> Float32[Array, "..."]:
+def product(
+    left: Array | np.ndarray, right: Array | np.ndarray, axes: tuple[int, int]
+) -> Float32[Array, "..."]:
     """Return the float32 product over these axes. If a side is bfloat16, both are rounded to it."""
     narrow = _narrowest(left.dtype, right.dtype)
     left, right = left.astype(narrow), right.astype(narrow)

@@ -38,6 +38,7 @@ from lightning_jax.models.matmul import matmul, matmul_turned, product
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 
 Hidden = Float[Array, "B T E"]
+Table = Float[Array, "V E"]
 Params = dict[str, Any]
 Gather = Callable[[Params], Params]  # gathers all weights, or those of one layer, for use
 
@@ -215,25 +216,23 @@ def _forward_recomputing(
 
 
 def _embed(params: Params, config: DecoderConfig, tokens: Int[Array, "B T"]) -> Hidden:
-    x = _look_up(params["embed"]["embedding"], tokens)
+    x = _look_up(jnp.asarray(params["embed"]["embedding"]), tokens)
     return x.astype(config.execution.activation_dtype or x.dtype)
 
 
 @jax.custom_vjp
-def _look_up(table: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Hidden:
+def _look_up(table: Table, tokens: Int[Array, "B T"]) -> Hidden:
     """Return the tokens' rows of the table. Gradients are summed in float32 for any dtype."""
     return table[tokens]
 
 
 def _look_up_forward(
-    table: Float[Array, "V E"], tokens: Int[Array, "B T"]
-) -> tuple[Hidden, tuple[Float[Array, "V E"], Int[Array, "B T"]]]:
+    table: Table, tokens: Int[Array, "B T"]
+) -> tuple[Hidden, tuple[Table, Int[Array, "B T"]]]:
     return table[tokens], (table, tokens)
 
 
-def _look_up_backward(
-    saved: tuple[Float[Array, "V E"], Int[Array, "B T"]], grad: Hidden
-) -> tuple[Float[Array, "V E"], None]:
+def _look_up_backward(saved: tuple[Table, Int[Array, "B T"]], grad: Hidden) -> tuple[Table, None]:
     table, tokens = saved
     added = jnp.zeros(table.shape, jnp.float32).at[tokens].add(grad.astype(jnp.float32))
     return added.astype(table.dtype), None

@@ -91,7 +91,7 @@ def test_chunks_and_their_gradient_equal_those_of_all_logits(tied: bool) -> None
 
 
 def test_beside_adapters_the_head_gets_no_gradient_and_its_states_get_theirs() -> None:
-    adapted = dataclasses.replace(TIED, lora=LoraConfig(rank=2))
+    adapted = TIED.with_execution(lora=LoraConfig(rank=2))
     read = head_params(MODEL.params, None)
     (found, (head, states)), (_, (_, wanted)) = (
         value_and_grads(in_chunks, read, NODE_STATES, config) for config in (adapted, TIED)
