@@ -1,4 +1,4 @@
-"""Functions, programs, packages and splits of tasks that settings name.
+"""Functions and programs that settings name, and splits of tasks.
 
 A function is FILE:FUNCTION or, if saved, MODULE:FUNCTION.
 """
@@ -8,8 +8,6 @@ import hashlib
 import importlib
 import importlib.util
 import random
-import re
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.paths import file_of
 
@@ -155,36 +152,6 @@ def _importable_name(file: Path) -> str | None:
     spec = importlib.util.find_spec(name)
     is_found = spec and spec.origin and Path(spec.origin).resolve() == file.resolve()
     return name if is_found else None
-
-
-def is_installed(module: str) -> bool:
-    """Return whether a top-level module can be imported, without importing it.
-
-    A folder of its name, such as the ./wandb that a run of W&B leaves, is not the package.
-    """
-    if module in sys.modules:
-        return True
-    spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None
-
-
-def import_optional(module: str, requirement: str) -> ModuleType:
-    """Import a module of a package that is not always installed.
-
-    `requirement` is what pip installs, such as verifiers>=0.4. Raises UserError if the package, or
-    one that it imports, is missing.
-    """
-    top = module.partition(".")[0]
-    try:
-        if not is_installed(top):
-            raise ModuleNotFoundError(name=top)
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{error.name} is not installed; run pip install {shlex.quote(requirement)}.",
-            reason="not_installed",
-            key=re.split("[<>=]", requirement)[0],
-        ) from error
 
 
 def indices_of(split: str, number: int) -> list[int]:

@@ -5,20 +5,11 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from coded import raises_coded
 
-from lightning_jax.errors import UserError
-from lightning_jax.loading import (
-    check_reference,
-    import_optional,
-    indices_of,
-    is_installed,
-    load_function,
-    part_of,
-)
+from lightning_jax.loading import check_reference, indices_of, load_function, part_of
 from lightning_jax.settings import ConfigError
 
 TOY = Path(__file__).with_name("toy_agent.py")
@@ -103,26 +94,6 @@ def test_a_file_without_the_function_is_refused_unread(tmp_path: Path) -> None:
         check_reference(f"{tmp_path}/agent.py:run")
     with raises_coded(ConfigError, "not_found", "nowhere.py"):
         check_reference("nowhere.py:run")
-
-
-def test_missing_package_is_one_sentence() -> None:
-    with raises_coded(UserError, "not_installed", "no-such-package") as caught:
-        import_optional("no_such_package.module", "no-such-package>=1")
-    assert "pip install 'no-such-package>=1'" in str(caught.value)
-
-
-def test_installed_module_is_returned() -> None:
-    assert isinstance(import_optional("json.decoder", "json"), ModuleType)
-
-
-def test_a_folder_is_not_the_package_of_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "no_such_package").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert is_installed("json") and not is_installed("no_such_package")
-    with raises_coded(UserError, "not_installed", "no-such-package"):
-        import_optional("no_such_package", "no-such-package")
 
 
 @pytest.mark.parametrize(("number", "num_dev"), [(0, 0), (1, 1), (2, 1), (4, 1), (10, 2), (99, 19)])

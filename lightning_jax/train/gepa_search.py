@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from lightning_jax.gateway.sessions import derive_seed
-from lightning_jax.loading import import_optional
 from lightning_jax.rollouts.chat import ChatCounts, ChatFailed, Endpoint, ask
 from lightning_jax.rollouts.compare_tasks import compare_tasks
 from lightning_jax.rollouts.config import PROMPT
@@ -21,6 +20,7 @@ from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.rollouts.rewards import attempt_of
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, TooManyFailures, run_requests
 from lightning_jax.rollouts.verdicts import transcript_text, without_middle
+from lightning_jax.system.packages import import_optional
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.tasks import shorten_task
 from lightning_jax.train.chosen_prompts import Chosen

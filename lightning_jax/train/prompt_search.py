@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_jax.loading import import_optional
 from lightning_jax.rollouts.chat import endpoint_of
 from lightning_jax.rollouts.config import key_of
 from lightning_jax.rollouts.runner import Runner
+from lightning_jax.system.packages import import_optional
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.chosen_prompts import present_prompts, read_chosen, write_chosen
 from lightning_jax.train.config import Config

@@ -5,8 +5,8 @@ To add one, write a class like those beside this file, and add its name here and
 
 from collections.abc import Callable, Sequence
 
-from lightning_jax.loading import is_installed
 from lightning_jax.settings import ConfigError
+from lightning_jax.system.packages import is_installed
 from lightning_jax.train.sinks.base import RunIdentity, Sink
 from lightning_jax.train.sinks.mlflow_sink import MlflowSink
 from lightning_jax.train.sinks.tensorboard_sink import TensorBoardSink
