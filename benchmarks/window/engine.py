@@ -63,8 +63,8 @@ def _tokenizer(vocab_size: int) -> Any:
     import tokenizers
     from tokenizers import pre_tokenizers
 
+    from lightning_jax.models.formats.find import CHATML, SPECIAL_TOKENS
     from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
-    from lightning_jax.models.formats.tiny import CHATML, SPECIAL_TOKENS
     from lightning_jax.models.tokenizer import Tokenizer
 
     words = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -6,7 +6,7 @@ from typing import Any
 def shape_of(name: str) -> Any:
     """Return the DecoderConfig of `tiny`, `135m`, `0.5b`, `1.5b` or `8b`."""
     from lightning_jax.models.formats.families import SHAPES
-    from lightning_jax.models.formats.tiny import tiny_shape
+    from lightning_jax.models.formats.find import tiny_shape
     from lightning_jax.models.shape import DecoderConfig, DecoderShape
 
     if name == "tiny":

@@ -11,7 +11,7 @@ from lightning_jax.engine.response import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import FieldError
 from lightning_jax.gateway.routing import Routing
-from lightning_jax.models.formats.tiny import tiny_tokenizer
+from lightning_jax.models.formats.find import tiny_tokenizer
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.config import RoleConfig

@@ -14,7 +14,7 @@ POINTER_ADVICE = (
     "is a Git LFS pointer without the file's contents; run `git lfs pull` in its folder"
 )
 SMOLLM2 = "smollm2-135m-instruct"
-TINY = "tiny"  # a random model, see models/formats/tiny.py
+TINY = "tiny"  # a random model, see models/formats/find.py
 MAX_CHARS = 2000  # of an error
 
 

@@ -186,33 +186,33 @@ def make_scorer(
     return TeacherScorer(scores_fn, batch, mesh, top_k)
 
 
-def hint_places(prompts: Sequence[TokenIds], end_id: int) -> list[int | None]:
+def hint_positions(prompts: Sequence[TokenIds], end_id: int) -> list[int | None]:
     """Return the index at which a hint goes into each prompt of a rollout, None if nowhere.
 
     `prompts` are in the order of the calls. `end_id` ends a message.
     """
     begun: list[TokenIds] = []  # conversations, up to the end of the message before a response
-    places: list[int | None] = []
+    positions: list[int | None] = []
     for prompt in prompts:
         prefixes = [start for start in begun if prompt[: len(start)] == start]
         if prefixes:
-            places.append(max(map(len, prefixes)) - 1)
+            positions.append(max(map(len, prefixes)) - 1)
         elif end_id in prompt:
-            place = len(prompt) - 1 - prompt[::-1].index(end_id)
-            begun.append(prompt[: place + 1])
-            places.append(place)
+            position = len(prompt) - 1 - prompt[::-1].index(end_id)
+            begun.append(prompt[: position + 1])
+            positions.append(position)
         else:  # not made of messages
-            places.append(None)
-    return places
+            positions.append(None)
+    return positions
 
 
 def insert_hints(
     prompts: Sequence[TokenIds], hint_ids: Sequence[int], end_id: int
 ) -> list[TokenIds | None]:
-    """Return each prompt of a rollout with the hint in it, None if it has no place for one."""
+    """Return each prompt of a rollout with the hint in it, None if it has no position for one."""
     return [
-        None if place is None else (*prompt[:place], *hint_ids, *prompt[place:])
-        for prompt, place in zip(prompts, hint_places(prompts, end_id), strict=True)
+        None if position is None else (*prompt[:position], *hint_ids, *prompt[position:])
+        for prompt, position in zip(prompts, hint_positions(prompts, end_id), strict=True)
     ]
 
 

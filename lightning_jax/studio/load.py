@@ -150,7 +150,7 @@ class RunReader:
         if self._given_tokenizer is not None:
             return self._given_tokenizer, ""
         # Imports packages of model formats, which the table does not need.
-        from lightning_jax.models.formats.sources import load_tokenizer
+        from lightning_jax.models.formats.find import load_tokenizer
 
         try:
             config = load_config(Config, [str(self._settings)], only=["model"])

@@ -7,11 +7,11 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from lightning_jax.models.config import LoraConfig
+from lightning_jax.models.formats.find import CHATML as CHATML
+from lightning_jax.models.formats.find import tiny_shape
+from lightning_jax.models.formats.find import tiny_tokenizer as tiny_tokenizer
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, unflatten
-from lightning_jax.models.formats.tiny import CHATML as CHATML
-from lightning_jax.models.formats.tiny import tiny_shape
-from lightning_jax.models.formats.tiny import tiny_tokenizer as tiny_tokenizer
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.model_files import TINY
 from lightning_jax.models.shape import DecoderConfig

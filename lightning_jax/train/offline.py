@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from lightning_jax.engine.grammar.compiler import GrammarCompiler
+from lightning_jax.models.formats.find import load_tokenizer
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.rl.advantages import without_equal_groups
 from lightning_jax.rl.batches.masks import with_masks
 from lightning_jax.rl.prepare import prepare_policies

@@ -27,7 +27,7 @@ from lightning_jax.engine.device.programs import start_of
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.sampling import sample
 from lightning_jax.engine.types import SamplingParams
-from lightning_jax.models.formats.tiny import tiny_shape
+from lightning_jax.models.formats.find import tiny_shape
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import init_params
 

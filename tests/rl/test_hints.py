@@ -8,7 +8,7 @@ from test_distill import SHAPE, TEACHER, alone, assert_same_scores, scores_alone
 
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.rl.distill import (
-    hint_places,
+    hint_positions,
     insert_hints,
     weigh_teacher,
     with_hints,
@@ -29,14 +29,14 @@ def test_later_calls_have_the_hint_where_the_first_one_has_it():
     first = (1, END, 2, END, 5)
     second = (*first, 7, END, 3, END, 5)
     dropped = (1, END, 2, END, 6, 7, END, 3, END, 5)  # a template that rewrites old responses
-    assert hint_places([first, second, dropped], END) == [3, 3, 3]
+    assert hint_positions([first, second, dropped], END) == [3, 3, 3]
 
 
 def test_another_conversation_has_a_place_of_its_own():
     first, other = (1, 2, END, 5), (4, 4, 4, END, 5)
-    assert hint_places([first, other, (*other, 8, END, 5), first], END) == [2, 3, 3, 2]
+    assert hint_positions([first, other, (*other, 8, END, 5), first], END) == [2, 3, 3, 2]
     # It may begin with the messages of an earlier one.
-    assert hint_places([(*first[:3], 4, END, 5), first], END) == [4, 2]
+    assert hint_positions([(*first[:3], 4, END, 5), first], END) == [4, 2]
 
 
 def test_a_prompt_without_messages_has_no_place():

@@ -22,9 +22,8 @@ from lightning_jax.models import tokenizer
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
 from lightning_jax.models.formats.families import SHAPES
+from lightning_jax.models.formats.find import find_model, tiny_shape, tiny_tokenizer
 from lightning_jax.models.formats.gguf_file import open_file
-from lightning_jax.models.formats.sources import find_model
-from lightning_jax.models.formats.tiny import tiny_shape, tiny_tokenizer
 from lightning_jax.models.model_files import TINY, ModelError, read_chat_template
 from lightning_jax.models.shape import DecoderConfig, DecoderShape, Execution
 from lightning_jax.models.tokenizer import Tokenizer

@@ -12,9 +12,9 @@ import pytest
 from coded import raises_coded
 from test_load import TINY, _assert_equal, _variant, _write_gguf
 
+from lightning_jax.models.formats.find import load_tokenizer
 from lightning_jax.models.formats.load import load_model, load_shape
 from lightning_jax.models.formats.param_names import named_params
-from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.models.model_files import ModelError
 
 

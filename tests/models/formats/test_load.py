@@ -16,12 +16,12 @@ from coded import raises_coded
 
 from lightning_jax.models.attention.attention import rope_frequencies
 from lightning_jax.models.chat_template import render
-from lightning_jax.models.formats import sources
+from lightning_jax.models.formats import find
 from lightning_jax.models.formats.families import FAMILIES
+from lightning_jax.models.formats.find import find_model, load_tokenizer
 from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.formats.load import load_like, load_model, load_shape, save_hf
 from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
-from lightning_jax.models.formats.sources import find_model, load_tokenizer
 from lightning_jax.models.model_files import SMOLLM2, ModelError
 from lightning_jax.models.shape import DecoderConfig, DecoderShape, Execution, RopeScaling
 from lightning_jax.models.transformer import init_params
@@ -257,7 +257,7 @@ def test_wrong_directories_and_names_are_refused(tmp_path, monkeypatch):
     def offline(*args, **options):
         raise OSError("the network is down")
 
-    monkeypatch.setattr(sources.huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(find.huggingface_hub, "snapshot_download", offline)
     with raises_coded(ModelError, "unreachable", "someone/something") as caught:
         load_model("someone/something")
     assert "the network is down" in str(caught.value)
@@ -271,8 +271,8 @@ def test_the_known_name_falls_back_to_the_hub_without_the_package(tmp_path, monk
         asked.append(hub_id)
         return str(tmp_path / "hub")
 
-    monkeypatch.setattr(sources.huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(find.huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
     _assert_equal(load_model(SMOLLM2), TINY)
     assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
 
