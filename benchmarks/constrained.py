@@ -14,10 +14,10 @@ import statistics
 import time
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import Generation
-from lightning_jax.engine.grammar import grammar, json_schema
+from lightning_jax.engine.grammar.compiler import grammar, json_schema
 from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.testing.tiny import tiny_model

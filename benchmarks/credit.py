@@ -26,10 +26,11 @@ from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.transformer import DecoderConfig, Params, forward, init_params, unembed
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.models.transformer import Params, forward, init_params, unembed
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.prepare import prepare_step
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.train.config import Config
 from lightning_jax.train.updaters import phase_updater
 from lightning_jax.types import Trajectory, Transition
@@ -42,8 +43,10 @@ NUM_GROUPS, GROUP_SIZE = 2, 8
 WINDOW = 4  # steps over which success is averaged
 TARGET = 0.9
 MODEL = DecoderConfig(
-    vocab_size=FIRST_TURN + NUM_CALLS, embed_dim=32, mlp_dim=64, num_layers=1, num_heads=4,
-    num_kv_heads=2, head_dim=8, tie_embeddings=False,
+    DecoderShape(
+        vocab_size=FIRST_TURN + NUM_CALLS, embed_dim=32, mlp_dim=64, num_layers=1, num_heads=4,
+        num_kv_heads=2, head_dim=8, tie_embeddings=False,
+    )
 )  # fmt: skip
 BATCH = BatchConfig(rows=1, row_len=1024, max_targets=256, head_chunk=256)
 NUM_EPOCHS = 4
@@ -65,7 +68,9 @@ def first_params(key: Array) -> Params:
     With large weights, hidden states change little while the output learns from them.
     """
     params = init_params(MODEL, key)
-    grown = jax.tree.map(lambda w: w * (50 / MODEL.embed_dim**0.5) if w.ndim == 2 else w, params)
+    grown = jax.tree.map(
+        lambda w: w * (50 / MODEL.shape.embed_dim**0.5) if w.ndim == 2 else w, params
+    )
     return grown | {"head": params["head"]}
 
 

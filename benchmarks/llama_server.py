@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 from workloads import MAX_LEN, SLOTS, THREADS, Reply, Result, measure_twice
 
-from lightning_jax.system.ports import free_port
+from lightning_jax.system.network import free_port
 
 START_S = 60.0
 

@@ -29,10 +29,11 @@ from matplotlib.figure import Figure
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.lora import adapted_shape
-from lightning_jax.models.transformer import DecoderConfig, Params, forward, init_params, unembed
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.models.transformer import Params, forward, init_params, unembed
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rl.multi_policy.prepare import prepare_policies
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.prepare import prepare_policies
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.traces.roles import only_trained
 from lightning_jax.train.config import Config
 from lightning_jax.train.updaters import phase_updater
@@ -47,8 +48,10 @@ NUM_GROUPS, GROUP_SIZE = 4, 8
 LORA = LoraConfig(rank=8, alpha=16.0)
 MODEL = adapted_shape(
     DecoderConfig(
-        vocab_size=12, embed_dim=32, mlp_dim=64, num_layers=1, num_heads=4, num_kv_heads=2,
-        head_dim=8, tie_embeddings=False,
+        DecoderShape(
+            vocab_size=12, embed_dim=32, mlp_dim=64, num_layers=1, num_heads=4, num_kv_heads=2,
+            head_dim=8, tie_embeddings=False,
+        )
     ),
     LORA,
     len(ROLES),
@@ -79,7 +82,9 @@ def first_params(key: Array) -> Params:
     Its states and logits are as large as a trained model's.
     """
     params = init_params(MODEL, key)
-    grown = jax.tree.map(lambda w: w * (50 / MODEL.embed_dim**0.5) if w.ndim == 2 else w, params)
+    grown = jax.tree.map(
+        lambda w: w * (50 / MODEL.shape.embed_dim**0.5) if w.ndim == 2 else w, params
+    )
     head = {"kernel": 10.0 * params["head"]["kernel"]}
     return grown | {"head": head}
 

@@ -19,16 +19,16 @@ import jax.numpy as jnp
 import optax
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.programs import start_of
-from lightning_jax.engine.slots import Fill, SlotPrograms
+from lightning_jax.engine.device.programs import start_of
+from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.formats.load import load_model
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batching import make_batches
+from lightning_jax.rl.batches.microbatches import bundles
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.losses.objectives import policy_objective
-from lightning_jax.rl.microbatches import bundles
 from lightning_jax.rl.sequence import TrainingSequence
-from lightning_jax.rl.train_step import make_train_functions, zero_accumulators
+from lightning_jax.rl.update.train_step import make_train_functions, zero_accumulators
 
 
 def median_s(run: Callable[[], Any], repeats: int) -> float:

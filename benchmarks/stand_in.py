@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import Generation
-from lightning_jax.engine.response import Chunk
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import Chunk, TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.tokenizer import Tokenizer
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import jax
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.formats.load import load_model
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from sweep import add_flags, load_settings, mean_and_error, run_all
 
-from lightning_jax.engine.score import Scorer
+from lightning_jax.engine.score import PromptScorer
 from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.system.files import replacing, write_whole
 from lightning_jax.traces.convert import spans_to_transitions
@@ -98,7 +98,7 @@ class Result:
 
 
 def mean_logprob(
-    scorer: Scorer, model: LoadedModel, prompt: Sequence[int], note: Sequence[int]
+    scorer: PromptScorer, model: LoadedModel, prompt: Sequence[int], note: Sequence[int]
 ) -> float:
     """Return the mean log-probability of a note's tokens in nats, 0 if it has none."""
     if not note:
@@ -109,7 +109,7 @@ def mean_logprob(
 
 def measure(store: Store, rollouts: Sequence[Rollout], model: LoadedModel) -> list[Note]:
     """Return the notes of finished rollouts, in the order of their tasks' numbers."""
-    scorer = Scorer(model.config, BUCKETS)
+    scorer = PromptScorer(model.config, BUCKETS)
     notes = []
     for rollout in rollouts:
         if rollout.status not in FINISHED or rollout.superseded:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from lightning_jax.rl.config import AlgorithmConfig as AlgorithmConfig
     from lightning_jax.rl.config import BatchConfig as BatchConfig
     from lightning_jax.rl.config import OptimizerConfig as OptimizerConfig
-    from lightning_jax.rl.learner import Learner as Learner
-    from lightning_jax.rl.multi_policy.prepare import prepare_policies as prepare  # noqa: F401
+    from lightning_jax.rl.prepare import prepare_policies as prepare  # noqa: F401
     from lightning_jax.rl.sequence import TrainingSequence as TrainingSequence
+    from lightning_jax.rl.update.learner import Learner as Learner
     from lightning_jax.rollouts.collect import run_rollouts as run_rollouts
     from lightning_jax.rollouts.config import JudgeConfig as JudgeConfig
     from lightning_jax.rollouts.config import RewardConfig as RewardConfig
@@ -64,8 +64,8 @@ _MODULES = {
     "SamplingParams": "engine.types",
     "Gateway": "gateway.app",
     "run_rollouts": "rollouts.collect",
-    "prepare": "rl.multi_policy.prepare",
-    "Learner": "rl.learner",
+    "prepare": "rl.prepare",
+    "Learner": "rl.update.learner",
     "save_hf": "models.formats.load",
     "keep_compiled": "cli.runtime",
     # Algorithms.

@@ -1,20 +1,26 @@
-"""Functions that settings name as FILE:FUNCTION or, if saved, MODULE:FUNCTION, and programs."""
+"""Functions and programs that settings name, and splits of tasks.
+
+A function is FILE:FUNCTION or, if saved, MODULE:FUNCTION.
+"""
 
 import ast
 import hashlib
 import importlib
 import importlib.util
+import random
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.paths import file_of
 
 _loaded: dict[str, ModuleType] = {}  # modules by path and modification time
+Item = TypeVar("Item")
+DEV_SHARE = 0.2  # of tasks that come without a split
 
 
 def load_function(reference: str) -> Callable[..., Any]:
@@ -146,3 +152,15 @@ def _importable_name(file: Path) -> str | None:
     spec = importlib.util.find_spec(name)
     is_found = spec and spec.origin and Path(spec.origin).resolve() == file.resolve()
     return name if is_found else None
+
+
+def indices_of(split: str, number: int) -> list[int]:
+    """Return which of `number` tasks are in the split, in order. A fixed fifth is dev."""
+    num_dev = min(max(1, int(DEV_SHARE * number)), number)
+    dev = set(random.Random(0).sample(range(number), num_dev))
+    return [index for index in range(number) if (index in dev) == (split == "dev")]
+
+
+def part_of(split: str, tasks: Sequence[Item]) -> list[Item]:
+    """Return the tasks of the split, in order."""
+    return [tasks[index] for index in indices_of(split, len(tasks))]

@@ -8,8 +8,7 @@ from lightning_jax.engine.admission import LoopStatus
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Generation
-from lightning_jax.engine.response import Response, SampledToken
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import Response, SampledToken, TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.tokenizer import StreamDecoder
 from lightning_jax.testing.tiny import tiny_tokenizer

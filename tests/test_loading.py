@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from coded import raises_coded
 
-from lightning_jax.loading import check_reference, load_function
+from lightning_jax.loading import check_reference, indices_of, load_function, part_of
 from lightning_jax.settings import ConfigError
 
 TOY = Path(__file__).with_name("toy_agent.py")
@@ -94,3 +94,15 @@ def test_a_file_without_the_function_is_refused_unread(tmp_path: Path) -> None:
         check_reference(f"{tmp_path}/agent.py:run")
     with raises_coded(ConfigError, "not_found", "nowhere.py"):
         check_reference("nowhere.py:run")
+
+
+@pytest.mark.parametrize(("number", "num_dev"), [(0, 0), (1, 1), (2, 1), (4, 1), (10, 2), (99, 19)])
+def test_a_fixed_fifth_is_dev(number: int, num_dev: int) -> None:
+    dev, train = indices_of("dev", number), indices_of("train", number)
+    assert len(dev) == num_dev and sorted([*dev, *train]) == list(range(number))
+    assert dev == indices_of("dev", number)
+
+
+def test_parts_keep_the_order() -> None:
+    tasks = [f"task {i}" for i in range(10)]
+    assert part_of("train", tasks) == [tasks[i] for i in indices_of("train", 10)]

@@ -52,7 +52,7 @@ def random_model(name: str) -> Any:
 
     config = shape_of(name)
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
-    return LoadedModel(name, config, params, _tokenizer(config.vocab_size))
+    return LoadedModel(name, config, params, _tokenizer(config.shape.vocab_size))
 
 
 def _tokenizer(vocab_size: int) -> Any:
@@ -63,8 +63,8 @@ def _tokenizer(vocab_size: int) -> Any:
     import tokenizers
     from tokenizers import pre_tokenizers
 
+    from lightning_jax.models.formats.find import CHATML, SPECIAL_TOKENS
     from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
-    from lightning_jax.models.tiny_tokenizer import CHATML, SPECIAL_TOKENS
     from lightning_jax.models.tokenizer import Tokenizer
 
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -243,7 +243,7 @@ def make_programs(model: Any, serve: Any) -> Any:
 
     from lightning_jax.engine import engine
     from lightning_jax.models.config import MeshConfig
-    from lightning_jax.models.sharding import make_mesh
+    from lightning_jax.models.mesh import make_mesh
 
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     return engine.make_programs(model.config, serve, dtype="bfloat16", mesh=mesh)[0]
@@ -316,7 +316,8 @@ def memory_bound_ms(config: Any, rows: int, context: int, rate: float) -> float:
     from lightning_jax.models.transformer import param_shapes
 
     num_weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
-    num_cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * context
+    shape = config.shape
+    num_cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * rows * context
     return 1e3 * 2 * (num_weights + num_cached) / rate
 
 
@@ -672,9 +673,9 @@ class Programs:
         """Fill a slot as engine/prefill.py does for a prompt whose beginning is cached."""
         import dataclasses
 
-        from lightning_jax.engine.cache.pages import PAGE
-        from lightning_jax.engine.programs import start_of
-        from lightning_jax.engine.slots import Fill
+        from lightning_jax.engine.device.pages import PAGE
+        from lightning_jax.engine.device.programs import start_of
+        from lightning_jax.engine.device.slots import Fill
         from lightning_jax.engine.types import SamplingParams
 
         programs, pages = self.programs, self.programs.pages

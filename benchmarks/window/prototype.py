@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, Key
 
-from lightning_jax.engine import programs, sampling
+from lightning_jax.engine import sampling
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.programs import start_of
+from lightning_jax.engine.device import programs
+from lightning_jax.engine.device.programs import start_of
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.sampling import Sampled
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.attention import attention, flash_cache
 from lightning_jax.models.attention.kv_cache import (
@@ -32,7 +33,8 @@ from lightning_jax.models.attention.kv_cache import (
     write_cache,
 )
 from lightning_jax.models.matmul import matmul
-from lightning_jax.models.transformer import DecoderConfig, Params, RMSNorm, param_shapes, unembed
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import Params, RMSNorm, param_shapes, unembed
 from lightning_jax.types import Leaf
 from window.shapes import shape_of
 
@@ -99,16 +101,16 @@ def init_merged_state(
     config: DecoderConfig, slots: int, length: int, dtype: Any, platform: str
 ) -> MergedState:
     """Return a state of zeros for rows of `length` tokens."""
-    width = flash_cache.kernel_width(platform, config.head_dim)
-    rows = config.num_layers * slots
-    shape = rows, config.num_kv_heads, row_length(length, platform), width
+    width = flash_cache.kernel_width(platform, config.shape.head_dim)
+    rows = config.shape.num_layers * slots
+    shape = rows, config.shape.num_kv_heads, row_length(length, platform), width
     keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
     return MergedState(keys, values, jnp.zeros(slots, jnp.int32))
 
 
 def merge_weights(params: Params, config: DecoderConfig) -> Params:
     """Return the weights stacked by kind, [L, ...], from those of a model without adapters."""
-    layers = [params[f"layers_{i}"] for i in range(config.num_layers)]
+    layers = [params[f"layers_{i}"] for i in range(config.shape.num_layers)]
 
     def stack(*names: str, leaf: str = "kernel") -> Any:
         parts = [[layer[name][leaf] for name in names] for layer in layers]
@@ -122,9 +124,9 @@ def merge_weights(params: Params, config: DecoderConfig) -> Params:
         "gate_up": stack("gate", "up"),
         "down": stack("down"),
     }
-    if config.qkv_bias:
+    if config.shape.qkv_bias:
         stacked["qkv_bias"] = stack("q", "k", "v", leaf="bias")
-    if config.qk_norm:
+    if config.shape.qk_norm:
         stacked |= {name: stack(name, leaf="scale") for name in ("q_norm", "k_norm")}
     unchanged = {name: params[name] for name in ("embed", "final_norm", "head") if name in params}
     return {"layers": stacked, **unchanged}
@@ -144,12 +146,12 @@ def merged_step(
     # A position past the end writes nothing.
     at = jnp.where(is_active, table[:, Column.POSITION], state.keys.shape[2])[:, None]
     frequencies = attention.rope_frequencies(
-        config.head_dim, config.rope_theta, config.rope_scaling
+        config.shape.head_dim, config.shape.rope_theta, config.shape.rope_scaling
     )
     rope = attention.rope_tables(at, frequencies)
     x = weights["embed"]["embedding"][tokens][:, None]
     cached = LayerCache((state.keys,), (state.values,), whole=True)
-    for i in range(config.num_layers):
+    for i in range(config.shape.num_layers):
         layer = {name: leaf[i] for name, leaf in weights["layers"].items()}
         rows = np.arange(i * slots, (i + 1) * slots, dtype=np.int32)  # a constant, so no kernel
         x, cached = _merged_layer(config, layer, x, rope, cached, at, rows)
@@ -172,13 +174,13 @@ def merged_step(
 def _merged_layer(
     config: DecoderConfig, layer: Params, x: Any, rope: Any, cached: Any, at: Any, rows: Any
 ) -> tuple[Any, LayerCache]:
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    heads, kv_heads, size = config.shape.num_heads, config.shape.num_kv_heads, config.shape.head_dim
     flat = matmul(_norm(config, layer["attn_norm"], x), layer["qkv"])
-    if config.qkv_bias:
+    if config.shape.qkv_bias:
         flat = flat + layer["qkv_bias"][None, None]
     split = flat.reshape(*flat.shape[:2], heads + 2 * kv_heads, size)
     queries, keys, values = jnp.split(split, (heads, heads + kv_heads), axis=2)
-    if config.qk_norm:
+    if config.shape.qk_norm:
         queries = _norm(config, layer["q_norm"], queries)
         keys = _norm(config, layer["k_norm"], keys)
     queries, keys = attention.rotate(queries, *rope), attention.rotate(keys, *rope)
@@ -191,7 +193,7 @@ def _merged_layer(
 
 
 def _norm(config: DecoderConfig, scale: Any, x: Any) -> Any:
-    return RMSNorm(config.norm_eps).apply({"params": {"scale": scale}}, x)
+    return RMSNorm(config.shape.norm_eps).apply({"params": {"scale": scale}}, x)
 
 
 def unpack_result(result: Int32[np.ndarray, "4 S"]) -> Sampled:
@@ -312,9 +314,10 @@ def bytes_per_step(load: Workload) -> float:
     """Return the bytes of weights and of used keys and values that a bfloat16 step must read."""
     config = load.config
     shapes = param_shapes(config)
-    read = shapes if config.tie_embeddings else {k: v for k, v in shapes.items() if k != "embed"}
+    tied = config.shape.tie_embeddings
+    read = shapes if tied else {k: v for k, v in shapes.items() if k != "embed"}
     weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(read))
-    width = config.num_layers * config.num_kv_heads * config.head_dim
+    width = config.shape.num_layers * config.shape.num_kv_heads * config.shape.head_dim
     return 2.0 * (weights + 2 * load.slots * load.used * width)
 
 

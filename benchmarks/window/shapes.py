@@ -5,14 +5,14 @@ from typing import Any
 
 def shape_of(name: str) -> Any:
     """Return the DecoderConfig of `tiny`, `135m`, `0.5b`, `1.5b` or `8b`."""
-    from lightning_jax.models.formats.known_shapes import SHAPES
-    from lightning_jax.models.tiny import tiny_config
-    from lightning_jax.models.transformer import DecoderConfig
+    from lightning_jax.models.formats.families import SHAPES
+    from lightning_jax.models.formats.find import tiny_shape
+    from lightning_jax.models.shape import DecoderConfig, DecoderShape
 
     if name == "tiny":
-        return tiny_config()
+        return DecoderConfig(tiny_shape())
     if name == "135m":  # SmolLM2-135M
-        return DecoderConfig(
+        shape = DecoderShape(
             vocab_size=49152,
             embed_dim=576,
             mlp_dim=1536,
@@ -23,8 +23,8 @@ def shape_of(name: str) -> Any:
             rope_theta=100000.0,
             max_positions=8192,
         )
-    if name == "0.5b":  # Qwen2.5-0.5B
-        return DecoderConfig(
+    elif name == "0.5b":  # Qwen2.5-0.5B
+        shape = DecoderShape(
             vocab_size=151936,
             embed_dim=896,
             mlp_dim=4864,
@@ -38,4 +38,6 @@ def shape_of(name: str) -> Any:
             max_positions=32768,
             family="qwen2",
         )
-    return SHAPES[{"1.5b": "Qwen/Qwen2.5-1.5B-Instruct", "8b": "Qwen/Qwen3-8B"}[name]]
+    else:
+        shape = SHAPES[{"1.5b": "Qwen/Qwen2.5-1.5B-Instruct", "8b": "Qwen/Qwen3-8B"}[name]]
+    return DecoderConfig(shape)

@@ -1,7 +1,7 @@
 """Cases of the update: gradients of microbatches, the optimizer, attention, rounding and a trace.
 
-The updater is the product's (rl/updater.py), with random weights and the sizes and the algorithm of
-experiments/configs/spider.yaml. Only the arguments of its compiled functions are made here.
+The updater is the product's (rl/update/updater.py), with random weights and the sizes and algorithm
+of experiments/configs/spider.yaml. Only the arguments of its compiled functions are made here.
 """
 
 import dataclasses
@@ -38,24 +38,25 @@ def flops_of(config: Any, work: Work) -> float:
     the gradients of its input and of itself. A pair costs 12 per head and dimension in each layer:
     two products forward, four backward. The head costs 6 or 4 per weight and target.
     """
-    heads = config.num_heads * config.head_dim
-    kv_heads = config.num_kv_heads * config.head_dim
+    shape, lora = config.shape, config.execution.lora
+    heads = shape.num_heads * shape.head_dim
+    kv_heads = shape.num_kv_heads * shape.head_dim
     sizes = {
-        "q": (config.embed_dim, heads),
-        "k": (config.embed_dim, kv_heads),
-        "v": (config.embed_dim, kv_heads),
-        "o": (heads, config.embed_dim),
-        "gate": (config.embed_dim, config.mlp_dim),
-        "up": (config.embed_dim, config.mlp_dim),
-        "down": (config.mlp_dim, config.embed_dim),
+        "q": (shape.embed_dim, heads),
+        "k": (shape.embed_dim, kv_heads),
+        "v": (shape.embed_dim, kv_heads),
+        "o": (heads, shape.embed_dim),
+        "gate": (shape.embed_dim, shape.mlp_dim),
+        "up": (shape.embed_dim, shape.mlp_dim),
+        "down": (shape.mlp_dim, shape.embed_dim),
     }
-    frozen = 6 if config.lora is None else 4
+    frozen = 6 if lora is None else 4
     layer = frozen * sum(rows * columns for rows, columns in sizes.values())
-    if config.lora is not None:
-        layer += 6 * config.lora.rank * sum(sum(sizes[name]) for name in config.lora.targets)
+    if lora is not None:
+        layer += 6 * lora.rank * sum(sum(sizes[name]) for name in lora.targets)
     attention = 12 * work.pairs * heads
-    head = frozen * work.targets * config.vocab_size * config.embed_dim
-    return config.num_layers * (layer * work.tokens + attention) + head
+    head = frozen * work.targets * shape.vocab_size * shape.embed_dim
+    return shape.num_layers * (layer * work.tokens + attention) + head
 
 
 def mfu(config: Any, work: Work, seconds: float, peak: float) -> float:
@@ -128,7 +129,7 @@ class Update:
         """Add the gradients of the microbatches, and wait for them."""
         import jax
 
-        from lightning_jax.rl.train_step import zero_accumulators
+        from lightning_jax.rl.update.train_step import zero_accumulators
 
         functions, state = self.updater.functions, self.state
         if self.sums is None:
@@ -153,9 +154,10 @@ class Update:
 
 
 def _place(updater: Any, sequences: Sequence[Any]) -> tuple[list[tuple[Any, Any]], Work]:
-    from lightning_jax.models.sharding import batch_sharding, put_on_mesh
-    from lightning_jax.rl.batching import make_batches
-    from lightning_jax.rl.microbatches import bundles
+    from lightning_jax.models.mesh import batch_sharding
+    from lightning_jax.models.sharding import put_on_mesh
+    from lightning_jax.rl.batches.batching import make_batches
+    from lightning_jax.rl.batches.microbatches import bundles
 
     batches, _ = make_batches(sequences, updater.batch)
     return bundles(put_on_mesh(batches, batch_sharding(updater.mesh))), work_of(batches)
@@ -179,7 +181,7 @@ class Shape:
         return dataclasses.replace(self, **small, rank=min(self.rank, 4))
 
     def sequences(self, branches: int = 1, microbatches: int = 1) -> list[Any]:
-        vocab_size = shape_of(self.model).vocab_size
+        vocab_size = shape_of(self.model).shape.vocab_size
         rows = self.rows * microbatches
         return sequences_of(rows, self.row_len, self.targets, branches, vocab_size)
 
@@ -191,10 +193,10 @@ def make_update(shape: Shape, *, dtype: str = "bfloat16", device: Any = None) ->
 
     from lightning_jax.models.config import LoraConfig, MeshConfig
     from lightning_jax.models.lora import adapted_shape
-    from lightning_jax.models.sharding import make_mesh
+    from lightning_jax.models.mesh import make_mesh
     from lightning_jax.models.transformer import init_params
     from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-    from lightning_jax.rl.updater import make_updater
+    from lightning_jax.rl.update.updater import make_updater
 
     config = adapted_shape(shape_of(shape.model), LoraConfig(rank=shape.rank))
     updater = make_updater(
@@ -314,7 +316,7 @@ def _attention_inputs(shape: Shape, heads: tuple[int, int, int], branches: int) 
     import jax
     import jax.numpy as jnp
 
-    from lightning_jax.rl.batching import make_batches
+    from lightning_jax.rl.batches.batching import make_batches
     from lightning_jax.rl.config import BatchConfig
 
     sizes = BatchConfig(shape.rows, shape.row_len, shape.targets, shape.head_chunk)

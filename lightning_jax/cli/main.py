@@ -20,8 +20,7 @@ from lightning_jax.cli.runtime import (
     lack_of_memory,
 )
 from lightning_jax.errors import UserError
-from lightning_jax.system.logs import log_plainly
-from lightning_jax.system.text import with_marked_lines
+from lightning_jax.system.text import log_plainly, with_marked_lines
 
 # Commands with module, class and a line for the list of commands.
 COMMANDS = {

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lightning_jax.cli.from_stored import print_policy
 from lightning_jax.errors import UserError
-from lightning_jax.models.formats.sources import load_tokenizer
+from lightning_jax.models.formats.find import load_tokenizer
 from lightning_jax.rollouts.config import AGENT
 from lightning_jax.rollouts.metrics import earned
 from lightning_jax.rollouts.rewards import component_metrics, flipped, rank_correlation

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 
-from lightning_jax.system.signals import handle_stop_signals
+from lightning_jax.system.process_state import handle_stop_signals
 
 STOPPED = "stopped; run the same command to resume from the last checkpoint"
 

@@ -15,8 +15,8 @@ from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http.server import check_address
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import load_configured
+from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.models.precision import resolve_dtype
-from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.store import Store
 from lightning_jax.train.runtime import freeze_objects

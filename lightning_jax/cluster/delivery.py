@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.traces._sqlite import StoreError
-from lightning_jax.traces.sink import SpanSink
+from lightning_jax.traces.context import SpanSink
 from lightning_jax.types import Span
 
 MAX_ITEMS = 512  # of one parcel

@@ -10,7 +10,6 @@ from functools import partial
 import jax
 
 from lightning_jax.cluster.delivery import Outbox, Parcel, Receipt
-from lightning_jax.cluster.weights import Sent, received
 from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine, make_programs
@@ -19,9 +18,10 @@ from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.models.mesh import serving_mesh
+from lightning_jax.models.reshard import HostWeights, params_from_host
+from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.models.transformer import DecoderConfig
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.types import LLM
 
@@ -37,7 +37,7 @@ class SamplerSpec:
     """
 
     name: str
-    shape: DecoderConfig
+    config: DecoderConfig
     tokenizer: Tokenizer
     serve: ServeConfig  # with the run's key
     dtype: str
@@ -62,13 +62,13 @@ class Sampler:
         spec: SamplerSpec,
         host: str,
         first_sequence: int,
-        policies: Sequence[tuple[int, Sequence[Sent]]],
-        initial: Sent | None,
+        policies: Sequence[tuple[int, Sequence[HostWeights]]],
+        initial: HostWeights | None,
     ) -> None:
         """`policies` has the version and the weights of each, or of the only one."""
         self._spec = spec
         mesh = serving_mesh(spec.mesh_config(), MeshConfig())
-        programs = make_programs(spec.shape, spec.serve, dtype=spec.dtype, mesh=mesh)
+        programs = make_programs(spec.config, spec.serve, dtype=spec.dtype, mesh=mesh)
         make = partial(Engine, serve=spec.serve, programs=programs)
         self._engines = [make(self._model(*sent), version=version) for version, sent in policies]
         frozen = None if initial is None else make(self._model(initial))
@@ -83,9 +83,9 @@ class Sampler:
         )
         self._at_end = AsyncExitStack()
 
-    def _model(self, *sent: Sent) -> LoadedModel:
+    def _model(self, *sent: HostWeights) -> LoadedModel:
         spec = self._spec
-        return LoadedModel(spec.name, spec.shape, received(*sent), spec.tokenizer)
+        return LoadedModel(spec.name, spec.config, params_from_host(*sent), spec.tokenizer)
 
     def _responders(self, engines: Sequence[Engine]) -> Engine | LoopsByPolicy:
         return LoopsByPolicy(engines) if self._spec.by_policy else engines[0]
@@ -126,12 +126,12 @@ class Sampler:
         await self._outbox.empty()
         return traffic
 
-    async def load(self, index: int, sent: Sent | None, version: int) -> int:
+    async def load(self, index: int, sent: HostWeights | None, version: int) -> int:
         """Serve the new weights of a policy from the next decode step on. Return their version.
 
         With None the weights stay the same under the new version.
         """
-        params = None if sent is None else received(sent)
+        params = None if sent is None else params_from_host(sent)
         await asyncio.to_thread(self._engines[index].publish, params, version)
         return self._engines[index].version
 

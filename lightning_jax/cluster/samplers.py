@@ -16,12 +16,12 @@ from lightning_jax.cluster.delivery import Parcel, Receipt, store_parcel
 from lightning_jax.cluster.placing import Kind, last_line, place, result, wait_to_end
 from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.cluster.sampler import SamplerSpec
-from lightning_jax.cluster.weights import Sent, on_host
 from lightning_jax.gateway.app import RolloutSettings, Traffic
 from lightning_jax.gateway.calls.remote import RemoteEngine
 from lightning_jax.gateway.metrics import PRESENT
 from lightning_jax.gateway.sessions.waits import Lost
-from lightning_jax.models.formats.param_names import Path
+from lightning_jax.models.formats.param_names import ParamPath
+from lightning_jax.models.reshard import HostWeights, copy_to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.rollouts.servers import Opened
 from lightning_jax.settings import ConfigError
@@ -67,7 +67,7 @@ class Held:
     """
 
     whole: Any
-    paths: frozenset[Path]  # of the arrays of `whole`
+    paths: frozenset[ParamPath]  # of the arrays of `whole`
     version: int
     changed: Any = None
 
@@ -111,7 +111,7 @@ class Samplers:
         spec: SamplerSpec,
         policies: Sequence[Params],
         version: int,
-        initial: Sent | None = None,
+        initial: HostWeights | None = None,
     ) -> None:
         """Place all samplers and wait until they serve these weights.
 
@@ -119,7 +119,7 @@ class Samplers:
         """
         self._spec = spec
         for params in policies:
-            sent = on_host(params, self._spec.dtype)
+            sent = copy_to_host(params, self._spec.dtype)
             self._held.append(Held(self._ray.put(sent), frozenset(sent), version))
         if initial is not None:
             self._initial = self._ray.put(initial)
@@ -211,7 +211,7 @@ class Samplers:
         A sampler that cannot is replaced. With None the weights stay the same under the new
         version.
         """
-        sent = None if params is None else on_host(params, self._spec.dtype)
+        sent = None if params is None else copy_to_host(params, self._spec.dtype)
         ref = None if sent is None else self._ray.put(sent)
         with self._lock:
             held = self._held[index]

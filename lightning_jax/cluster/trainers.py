@@ -19,8 +19,8 @@ from lightning_jax.cluster.placing import Kind, last_line, place, result, wait_t
 from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.cluster.trainer_actor import TrainerActor
 from lightning_jax.system.child_process import ChildProcess
-from lightning_jax.system.ports import free_port
-from lightning_jax.system.signals import handle_stop_signals
+from lightning_jax.system.network import free_port
+from lightning_jax.system.process_state import handle_stop_signals
 
 log = logging.getLogger(__name__)
 

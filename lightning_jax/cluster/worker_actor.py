@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from lightning_jax.cluster.actor import ClusterProcess
-from lightning_jax.system.logs import plain_handler
+from lightning_jax.system.text import plain_handler
 
 
 class WorkerActor(ClusterProcess):

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import Generic, Literal, TypeVar
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import (
-    Delivery,
+    ChunkDelivery,
     Draining,
     EngineError,
     Generation,
@@ -16,9 +17,7 @@ from lightning_jax.engine.generation import (
     QueueFull,
     deliver,
 )
-from lightning_jax.engine.response import Response
-from lightning_jax.engine.slots import SlotPrograms
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import Response, TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
@@ -129,7 +128,7 @@ class Intake(Generic[Request]):
         """End every open request with `error`, and refuse later ones. The first failure stays."""
         with self._lock:
             self.failure = self.failure or error
-            failed = [Delivery(generation, None, self.failure) for generation in self._open]
+            failed = [ChunkDelivery(generation, None, self.failure) for generation in self._open]
             self.remove(list(self._open))
         deliver(failed)
 
@@ -149,7 +148,7 @@ class SlotLoop(Generic[Request]):
             slots=programs.num_slots,
             max_queue=serve.max_queue,
             max_len=programs.max_len,
-            vocab_size=programs.config.vocab_size,
+            vocab_size=programs.config.shape.vocab_size,
         )
 
     @property

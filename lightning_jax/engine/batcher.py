@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_jax.engine.cache.prefix_cache import PrefixCache
 from lightning_jax.engine.decode import Request, Stepper, Steps
-from lightning_jax.engine.generation import Delivery, EngineError
-from lightning_jax.engine.grammar import GrammarCompiler, GrammarError
-from lightning_jax.engine.grammar_process import GrammarProcessLost, wait_readable
-from lightning_jax.engine.prefill import Prompts
+from lightning_jax.engine.device.prefix_cache import PrefixCache
+from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.generation import ChunkDelivery, EngineError
+from lightning_jax.engine.grammar.compiler import GrammarCompiler, GrammarError
+from lightning_jax.engine.grammar.process import GrammarProcessLost, wait_readable
+from lightning_jax.engine.prefill import Prefill
 from lightning_jax.engine.response import SampledToken
 from lightning_jax.engine.scheduler import Admission, Scheduler
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.types import FinishReason
 
 log = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ class Batcher:
         self._params, self._version = params, version
         self._state = programs.init_state()
         self._prefixes = PrefixCache(programs, version)
-        self._prompts = Prompts(programs, self._prefixes)
+        self._prompts = Prefill(programs, self._prefixes)
         self._scheduler: Scheduler[Request] = Scheduler(programs.num_slots)
         self._stepper = Stepper(programs)
         self._ahead: Steps | None = None  # started, but its tokens are not handed out yet
         self._retiring: list[Request] = []
-        self._outgoing: list[Delivery] = []
+        self._outgoing: list[ChunkDelivery] = []
         self._counts = dict.fromkeys(_COUNTERS, 0)
 
     @property
@@ -65,7 +65,7 @@ class Batcher:
 
     def turn(
         self, submitted: Sequence[Request], cancelled: Sequence[Request | None]
-    ) -> list[Delivery]:
+    ) -> list[ChunkDelivery]:
         """Take in requests, decode one step, and return the results."""
         for request in submitted:
             self._scheduler.enqueue(request, request.tenant, request.call)
@@ -158,7 +158,7 @@ class Batcher:
 
     def _push(self, request: Request, token: SampledToken) -> None:
         chunk, reason = request.response.push(token)
-        self._outgoing.append(Delivery(request.generation, chunk, None))
+        self._outgoing.append(ChunkDelivery(request.generation, chunk, None))
         self._counts["tokens_forced"] += token.forced
         if reason:
             self._finish(request, reason)
@@ -195,7 +195,7 @@ class Batcher:
         self._counts["cancelled"] += reason == "cancelled"
         self._counts["grammar_errors"] += reason == "error"
         outcome = request.response.completion(reason) if failure is None else EngineError(failure)
-        self._outgoing.append(Delivery(request.generation, None, outcome))
+        self._outgoing.append(ChunkDelivery(request.generation, None, outcome))
 
     def _retire(self) -> None:
         """Cache the keys and values of ended requests, and stop their slots.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lightning_jax.engine.admission import LoopStatus, join_statuses
 from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Generation
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 
@@ -66,6 +66,6 @@ class LoopsByPolicy:
 
     def stats(self) -> dict[str, float]:
         """Return the counters, summed over all loops."""
-        found = [loop.stats() for loop in self._loops]
-        totals = {name: sum(stats[name] for stats in found) for name in found[0]}
-        return totals | {name: found[0][name] for name in SHARED if name in found[0]}
+        first, *others = (loop.stats() for loop in self._loops)
+        totals = {name: sum((stats[name] for stats in others), first[name]) for name in first}
+        return totals | {name: first[name] for name in SHARED if name in first}

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from lightning_jax.engine.cache.radix import Node
+from lightning_jax.engine.device.programs import DecodeState
+from lightning_jax.engine.device.radix import Node
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.logits import LogitAdjuster
-from lightning_jax.engine.programs import DecodeState
 from lightning_jax.engine.response import Response, SampledToken
 from lightning_jax.engine.sampling import Adjustment, Sampled
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams, TopLogprobs
 
 _COUNTERS = ("steps", "adjusted_steps", "tokens_generated", "tokens_past_end")
@@ -32,7 +32,7 @@ class Request:
     adapter: int | None = None  # index, for a model with several adapters
     tenant: str | None = None  # see Scheduler
     call: str | None = None
-    held: Node | None = None  # cached prefix of the prompt, pinned while waiting
+    prefix: Node | None = None  # cached prefix of the prompt, pinned while waiting
     slot: int | None = None  # None: waiting
     version: int = -1  # weights version at its start
     num_due: int = 0  # steps left until its limit

@@ -11,16 +11,17 @@ from jax.sharding import Mesh
 
 from lightning_jax.engine.admission import LoopStatus, join_statuses
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.replicas import FAILED, Router, split_by_data
-from lightning_jax.engine.slots import SlotPrograms
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.sharding import serving_mesh
-from lightning_jax.models.transformer import DecoderConfig, Params
+from lightning_jax.models.mesh import serving_mesh
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import Params
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Engine:
             programs = make_programs(model.config, self.serve, dtype=dtype, mesh=mesh)
         self._programs = programs[0]
         self.devices = {device for replica in programs for device in replica.devices}
-        params = self._programs.spread(model.params, share_base=share_base)
+        params = self._programs.prepare_copy(model.params, share_base=share_base)
         loop = _loop_type(self.serve)
         self._loops = [loop(p, params, version, model.tokenizer, self.serve) for p in programs]
         self._router = Router(len(self._loops), self.serve.slots)
@@ -140,9 +141,9 @@ class Engine:
         the replicas go on decoding. See `EngineLoop.load_weights`.
         """
         version = self.version + 1 if version is None else version
-        spread = None if params is None else self._programs.spread(params)
+        copy = None if params is None else self._programs.prepare_copy(params)
         for loop in self._loops:
-            loop.load_weights(spread, version)
+            loop.load_weights(copy, version)
         if params is not None:
             self._router.forget()
 
@@ -153,9 +154,9 @@ class Engine:
         Programs with collectives have to start in one order on all their devices. So no replica
         starts one in the meantime.
         """
-        with ExitStack() as held:
+        with ExitStack() as stack:
             for loop in self._loops:
-                held.enter_context(loop.dispatching)
+                stack.enter_context(loop.dispatching)
             yield
 
     async def drain(self) -> None:
@@ -169,8 +170,8 @@ class Engine:
 
     def stats(self) -> dict[str, float]:
         """Return the counters, summed over all replicas."""
-        found = [loop.stats() for loop in self._loops]
-        return {name: sum(stats[name] for stats in found) for name in found[0]}
+        stats_by_loop = [loop.stats() for loop in self._loops]
+        return {name: sum(stats[name] for stats in stats_by_loop) for name in stats_by_loop[0]}
 
 
 def make_programs(

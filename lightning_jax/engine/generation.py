@@ -97,7 +97,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Delivery:
+class ChunkDelivery:
     """Arguments of one `Generation.receive` call, on its way to the event loop's thread."""
 
     generation: Generation
@@ -105,9 +105,9 @@ class Delivery:
     outcome: Completion | EngineError | None
 
 
-def deliver(deliveries: Iterable[Delivery]) -> None:
+def deliver(deliveries: Iterable[ChunkDelivery]) -> None:
     """Deliver all of them with one wake-up per event loop. May be called from any thread."""
-    by_loop: defaultdict[asyncio.AbstractEventLoop, list[Delivery]] = defaultdict(list)
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[ChunkDelivery]] = defaultdict(list)
     for delivery in deliveries:
         by_loop[delivery.generation.event_loop].append(delivery)
     for event_loop, batch in by_loop.items():
@@ -116,6 +116,6 @@ def deliver(deliveries: Iterable[Delivery]) -> None:
             event_loop.call_soon_threadsafe(_receive_all, batch)
 
 
-def _receive_all(batch: list[Delivery]) -> None:
+def _receive_all(batch: list[ChunkDelivery]) -> None:
     for delivery in batch:
         delivery.generation.receive(delivery.chunk, delivery.outcome)

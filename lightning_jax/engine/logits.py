@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Float32
 
-from lightning_jax.engine.grammar import GrammarCompiler, Matcher
+from lightning_jax.engine.grammar.compiler import GrammarCompiler, Matcher
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 

@@ -15,16 +15,16 @@ from lightning_jax.engine.admission import SlotLoop
 from lightning_jax.engine.batcher import Batcher
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.decode import Request
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import EngineError, Generation, deliver
-from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
 from lightning_jax.engine.logits import LogitAdjuster, moves_logits
-from lightning_jax.engine.slots import SlotPrograms
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.lora import frozen_part, overlay
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.system.threads import Turns
+from lightning_jax.system.threads import DeviceTurns
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class EngineLoop(SlotLoop[Request]):
     """One replica of an engine: `start` it, `submit` from an event loop, then `close` it.
 
     Copies `params`, here and in `load_weights`, so the caller may donate them to the next train
-    step. Params from `SlotPrograms.spread` are shared instead. For a model with adapters,
+    step. Params from `SlotPrograms.prepare_copy` are shared instead. For a model with adapters,
     `load_weights` takes only the adapters.
     """
 
@@ -61,7 +61,7 @@ class EngineLoop(SlotLoop[Request]):
         serve: ServeConfig,
     ) -> None:
         super().__init__(programs, tokenizer, serve)
-        self._grammars = GrammarCompiler.shared(tokenizer, programs.config.vocab_size, serve)
+        self._grammars = GrammarCompiler.shared(tokenizer, programs.config.shape.vocab_size, serve)
         served = programs.put_on_mesh(params)
         self._base = frozen_part(served)  # None: each update replaces all weights
         self._batcher = Batcher(programs, served, version, self._grammars)
@@ -70,7 +70,7 @@ class EngineLoop(SlotLoop[Request]):
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._thread: threading.Thread | None = None
-        self.dispatching = Turns()  # held while a program starts on the devices
+        self.dispatching = DeviceTurns()  # held while a program starts on the devices
 
     # Public methods, for any thread.
 
@@ -130,7 +130,8 @@ class EngineLoop(SlotLoop[Request]):
         prompt = tuple(prompt_ids)
         response = self._respond(prompt, sampling, time_limit)
         self._check_adapter(adapter)
-        adjuster = self._adjuster(sampling)
+        vocab_size = self._programs.config.shape.vocab_size
+        adjuster = LogitAdjuster(sampling, vocab_size) if moves_logits(sampling) else None
         generation = Generation(self._cancel)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = Request(
@@ -180,18 +181,13 @@ class EngineLoop(SlotLoop[Request]):
         return stats | {"serve/queue_depth": num_waiting}
 
     def _check_adapter(self, adapter: int | None) -> None:
-        number = self._programs.config.num_adapters
+        number = self._programs.config.execution.num_adapters
         if (adapter is None) != (number is None) or not 0 <= (adapter or 0) < (number or 1):
             raise InvalidValue(
                 f"adapter is {adapter}; the model has {number or 0} adapters",
                 reason="unknown",
                 key="adapter",
             )
-
-    def _adjuster(self, sampling: SamplingParams) -> LogitAdjuster | None:
-        if not moves_logits(sampling):
-            return None
-        return LogitAdjuster(sampling, self._programs.config.vocab_size)
 
     def _cancel(self, generation: Generation) -> None:
         with self._changed:

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_jax.engine.cache.prefix_cache import MIN_REUSE, PrefixCache
 from lightning_jax.engine.decode import Request
-from lightning_jax.engine.programs import DecodeState, start_of
+from lightning_jax.engine.device.prefix_cache import MIN_REUSE, PrefixCache
+from lightning_jax.engine.device.programs import DecodeState, start_of
+from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.scheduler import Admission
-from lightning_jax.engine.score import Scorer
-from lightning_jax.engine.slots import Fill, SlotPrograms
+from lightning_jax.engine.score import PromptScorer
 
 _COUNTERS = ("requests", "prefill_tokens", "prefix_hit_tokens")
 
 
-class Prompts:
+class Prefill:
     """Prefill of admitted requests, on the engine's thread only.
 
     The caller holds the decode state.
@@ -26,18 +26,18 @@ class Prompts:
 
     def __init__(self, programs: SlotPrograms, prefixes: PrefixCache) -> None:
         self._programs, self._prefixes = programs, prefixes
-        self._scorer = Scorer(programs.config, programs.capacities)
+        self._scorer = PromptScorer(programs.config, programs.capacities)
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
     def hold(self, request: Request) -> None:
         """Pin the cached prefix of the prompt while the request waits."""
-        request.held = self._prefixes.hold(request.prompt[:-1], request.adapter)
+        request.prefix = self._prefixes.hold(request.prompt[:-1], request.adapter)
 
     def let_go(self, request: Request) -> None:
         """Release a `hold`, if there is one."""
-        if request.held is not None:
-            self._prefixes.let_go(request.held)
-            request.held = None
+        if request.prefix is not None:
+            self._prefixes.let_go(request.prefix)
+            request.prefix = None
 
     def begin(
         self,

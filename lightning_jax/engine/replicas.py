@@ -47,11 +47,11 @@ class Router:
         beginnings = _beginnings(prompt)
         least = min(range(len(loads)), key=loads.__getitem__)
         with self._lock:
-            known = (i for i in reversed(range(len(beginnings))) if beginnings[i] in self._readers)
-            longest = next(known, -1)
+            readers, numbers = self._readers, reversed(range(len(beginnings)))
+            longest = next((i for i in numbers if beginnings[i] in readers), -1)
             chosen = least
             if 2 * (longest + 1) * BLOCK > len(prompt):
-                reader = self._readers[beginnings[longest]]
+                reader = readers[beginnings[longest]]
                 if loads[reader] <= loads[least] + self._slack:
                     chosen = reader
             for beginning in beginnings:
@@ -69,8 +69,8 @@ class Router:
 
 def _beginnings(prompt: Sequence[int]) -> list[int]:
     """Return hashes of the prompt's first block, its first two blocks, and so on."""
-    found, last = [], 0
+    hashes, last = [], 0
     for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
         last = hash((last, *prompt[start : start + BLOCK]))
-        found.append(last)
-    return found
+        hashes.append(last)
+    return hashes

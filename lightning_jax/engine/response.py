@@ -3,13 +3,45 @@
 No JAX, no threads.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightning_jax.engine.time_limit import TimeLimit
 from lightning_jax.engine.types import Completion, PromptScores, SamplingParams, TopLogprobs
 from lightning_jax.models.tokenizer import StreamDecoder
 from lightning_jax.types import FinishReason
+
+
+class TimeLimit:
+    """Limit that ends a response as "length", with the tokens sampled so far.
+
+    The time runs from the first token: the wait before it is not the response's. It is that of
+    `now_s`, a clock that may stand still. Without `seconds`, only `end` ends the response.
+
+    A response checks its limit at each token. Any thread may call `end`.
+    """
+
+    def __init__(
+        self, seconds: float | None = None, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds, self._now_s = seconds, now_s
+        self._began_s: float | None = None
+        self._has_ended = False
+
+    def end(self) -> None:
+        """Let the next token be the last one."""
+        self._has_ended = True
+
+    def is_over(self, stalled_s: float = 0.0) -> bool:
+        """Return True if the token that was just sampled is the last one.
+
+        `stalled_s` counts the seconds in which the engine stood still, which do not count.
+        """
+        now_s = self._now_s() - stalled_s
+        if self._began_s is None:
+            self._began_s = now_s
+        is_late = self._seconds is not None and now_s - self._began_s >= self._seconds
+        return is_late or self._has_ended
 
 
 @dataclass(frozen=True)
@@ -56,25 +88,25 @@ class StopStrings:
         complete together the longest. So the result is the same however the text is split.
         """
         self._held += text
-        found = [
+        matches = [
             (index + len(stop), index, stop)
             for stop in self._stops
             if (index := self._held.find(stop)) >= 0
         ]
-        if found:
-            _, index, stop = min(found)
-            shown, self._held = self._held[:index], ""
-            return shown, stop
+        if matches:
+            _, index, stop = min(matches)
+            visible, self._held = self._held[:index], ""
+            return visible, stop
         keep = 0 if final else self._overlap()
-        shown = self._held[: len(self._held) - keep]
-        self._held = self._held[len(shown) :]
-        return shown, ""
+        visible = self._held[: len(self._held) - keep]
+        self._held = self._held[len(visible) :]
+        return visible, ""
 
     def _overlap(self) -> int:
         """Return the length of the longest suffix of the held text that starts a stop string."""
-        held, stops = self._held, self._stops
-        starts = (stop[:n] for stop in stops for n in range(1, min(len(stop), len(held) + 1)))
-        return max((len(start) for start in starts if held.endswith(start)), default=0)
+        text, stops = self._held, self._stops
+        starts = (stop[:n] for stop in stops for n in range(1, min(len(stop), len(text) + 1)))
+        return max((len(start) for start in starts if text.endswith(start)), default=0)
 
 
 @dataclass
@@ -113,12 +145,12 @@ class Response:
             reason = "length"
         if reason:
             text += self.decoder.flush()
-        shown, self.stop = self._stops.push(text, final=reason is not None)
+        visible, self.stop = self._stops.push(text, final=reason is not None)
         reason = "stop" if self.stop else reason
         self.is_late = is_late and reason == "length" and len(self.tokens) < self.limit
-        self.text += shown
+        self.text += visible
         chunk = Chunk(
-            shown,
+            visible,
             (token.token_id,),
             (token.behavior_logprob,),
             (token.sampling_logprob,),

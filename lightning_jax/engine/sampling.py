@@ -181,10 +181,10 @@ def _threshold(
     which keeps three tokens.
     """
 
-    def try_bit(index: Int32[Array, ""], found: UInt32[Array, " S"]) -> UInt32[Array, " S"]:
-        candidate = found | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
+    def try_bit(index: Int32[Array, ""], prefix: UInt32[Array, " S"]) -> UInt32[Array, " S"]:
+        candidate = prefix | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
         weight = jnp.sum(jnp.where(ranks >= candidate[:, None], weights, 0.0), axis=-1)
-        return jnp.where(weight >= target, candidate, found)
+        return jnp.where(weight >= target, candidate, prefix)
 
     return jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(len(ranks), jnp.uint32))
 

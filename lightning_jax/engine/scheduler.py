@@ -66,9 +66,9 @@ class Scheduler(Generic[Request]):
         if not self._free:
             return None
         runnable = {
-            tenant: found
+            tenant: eligible
             for tenant, calls in self._queues.items()
-            if (found := [call for call in calls if self._may_run(tenant, call)])
+            if (eligible := [call for call in calls if self._may_run(tenant, call)])
         }
         if not runnable:
             return None
@@ -92,8 +92,8 @@ class Scheduler(Generic[Request]):
         """Return whether a free slot may go to this call."""
         if len(self._free) > 1 or self._slots == 1 or tenant is call is None:
             return True
-        held = self._held_by_call[None, call] if tenant is None else self._held[tenant]
-        return 2 * held < self._slots
+        num_slots = self._held_by_call[None, call] if tenant is None else self._held[tenant]
+        return 2 * num_slots < self._slots
 
     def release(self, slot: int) -> None:
         """Free the slot of a finished request."""

@@ -11,12 +11,13 @@ from jaxtyping import Array, Float, Int32
 
 from lightning_jax.engine.sampling import Likeliest, likeliest
 from lightning_jax.engine.types import PromptScores
-from lightning_jax.models.transformer import DecoderConfig, forward, unembed
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import forward, unembed
 
 ROWS = 64  # positions whose logits are in memory at once
 
 
-class Scorer:
+class PromptScorer:
     """Scorer of whole prompts.
 
     It compiles at the first prompt of each length, not at warm-up, because training never uses it.

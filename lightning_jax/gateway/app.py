@@ -49,8 +49,7 @@ from lightning_jax.gateway.sessions.open_rollouts import (
 )
 from lightning_jax.gateway.sessions.waits import Lost, counted_for
 from lightning_jax.traces import otlp
-from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.sink import SpanSink
+from lightning_jax.traces.context import OpenSpan, SpanSink
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.types import LLM
 

@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,11 @@ import jinja2.meta
 import jinja2.nodes
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.template_limits import RENDERED, LimitedEnvironment, start
+from lightning_jax.models.template_limits import RENDERED, LimitedEnvironment, start_clock
 from lightning_jax.types import Message
+
+_MARK = "@@answer-7d1f@@"  # no template writes this itself
+_TURNS = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": _MARK})
 
 
 class TemplateError(InvalidValue):
@@ -58,7 +62,7 @@ def render(
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        start()
+        start_clock()
         compiled = _compiled(template)
         return compiled.environment.render(compiled, variables)  # type: ignore[attr-defined]
     except Exception as error:
@@ -77,18 +81,18 @@ def with_defaults(template: str, kwargs: Mapping[str, Any]) -> str:
     TemplateError if the template cannot be parsed or never reads one of the variables.
     """
     try:
-        start()
+        start_clock()
         environment = _compiled(template).environment
-        found = jinja2.meta.find_undeclared_variables(environment.parse(template))
+        variables = jinja2.meta.find_undeclared_variables(environment.parse(template))
     except Exception as error:
         raise TemplateError(
             f"the chat template cannot be parsed ({_words(error)}); correct it", reason="malformed"
         ) from error
     for name in kwargs:
-        if name not in found:
+        if name not in variables:
             raise TemplateError(
                 f"the chat template never reads {name!r} of chat_template_kwargs; it reads "
-                f"{', '.join(sorted(found - {*RENDERED})) or 'no such variable'}",
+                f"{', '.join(sorted(variables - {*RENDERED})) or 'no such variable'}",
                 reason="unread",
                 key=name,
             )
@@ -127,3 +131,25 @@ def _to_json(
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def end_of_turn(
+    template: str, special_tokens: Mapping[str, str], added: Mapping[str, int]
+) -> int | None:
+    """Return the id of the added token after the assistant's text, or None if there is none.
+
+    Base models with a chat template often name only the end of a document as their end.
+    """
+    try:
+        text = render(template, _TURNS, add_generation_prompt=False, special_tokens=special_tokens)
+    except TemplateError:
+        return None
+    _, mark, after = text.rpartition(_MARK)
+    if not mark or not added:
+        return None
+    longest_first = sorted(added, key=len, reverse=True)
+    match = re.match(rf"\s*({'|'.join(map(re.escape, longest_first))})", after)
+    begins, ends = (special_tokens.get(name) for name in ("bos_token", "eos_token"))
+    if match is None or match[1] == begins != ends:
+        return None
+    return added[match[1]]

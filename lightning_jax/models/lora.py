@@ -3,36 +3,42 @@
 A kernel W [in, out] with an adapter computes `x W + (alpha / rank) (x A) B`. A, `lora_a`
 [in, rank], and B, `lora_b` [rank, out], are leaves next to the kernel in the parameter tree. With
 adapters, only these leaves are trained. A is random and B zero at first, so the adapted model
-starts equal to the base model.
+starts equal to the base model. `write_peft` exports adapters as a directory that Hugging Face's
+`peft` loads on top of their model.
 """
 
 import zlib
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 
 from lightning_jax.models.config import LoraConfig
+from lightning_jax.models.formats.huggingface import write_json
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.formats.param_names import Path, flatten, unflatten
-from lightning_jax.models.transformer import DecoderConfig, Params, init_params
+from lightning_jax.models.formats.param_names import ParamPath, flatten, hf_module, unflatten
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import Params, init_params
 
 ADAPTER_LEAVES = ("lora_a", "lora_b")
+_PEFT_LEAVES = {"lora_a": "lora_A", "lora_b": "lora_B"}
 
 
 def adapted_shape(
     model: DecoderConfig, lora: LoraConfig, number: int | None = None
 ) -> DecoderConfig:
-    """Return the model's shape with these adapters, unchanged for rank 0.
+    """Return the model's config with these adapters, unchanged for rank 0.
 
     With `number` each kernel has that many adapters, and each row of a batch chooses one.
     """
     if not lora.rank:
         return model
-    return replace(model, lora=lora, num_adapters=number)
+    return model.with_execution(lora=lora, num_adapters=number)
 
 
 def adapted(
@@ -40,7 +46,7 @@ def adapted(
 ) -> LoadedModel:
     """Return the model with fresh adapters in its weights' dtype, unchanged for rank 0."""
     config = adapted_shape(model.config, lora, number)
-    if config.lora is None:
+    if config.execution.lora is None:
         return model
     dtype = jax.tree.leaves(model.params)[0].dtype
     adapters = _fresh(config, jax.random.key(seed), dtype)
@@ -84,7 +90,7 @@ def one_of(model: LoadedModel, index: int) -> LoadedModel:
         path: leaf[index] if path[-1] in ADAPTER_LEAVES else leaf
         for path, leaf in flatten(model.params).items()
     }
-    config = replace(model.config, num_adapters=None)
+    config = model.config.with_execution(num_adapters=None)
     return replace(model, config=config, params=unflatten(params))
 
 
@@ -93,21 +99,23 @@ def adapted_facts(model: LoadedModel) -> dict[str, float | str]:
 
     The checksum covers a few weights and does not depend on the dtype they are loaded in.
     """
-    if model.config.lora is None:
+    lora = model.config.execution.lora
+    if lora is None:
         return {}
     kernel = model.params["layers_0"]["q"]["kernel"].astype(jnp.bfloat16)
     checksum = zlib.crc32(np.asarray(jax.device_get(kernel)).tobytes())
-    return {"model.lora.alpha": model.config.lora.alpha, "weights of checksum": checksum}
+    return {"model.lora.alpha": lora.alpha, "weights of checksum": checksum}
 
 
 def merged(model: LoadedModel) -> LoadedModel:
     """Merge the adapters into float32 kernels W + (alpha / rank) A B, for the same policy."""
-    lora = model.config.lora
+    lora = model.config.execution.lora
     if lora is None:
         return model
-    assert model.config.num_adapters is None, "select one of several adapters first, with one_of"
+    is_single = model.config.execution.num_adapters is None
+    assert is_single, "select one of several adapters first, with one_of"
     # On the host: a device that holds a share of the weights may be too small for all of them.
-    flat: dict[Path, Any] = {
+    flat: dict[ParamPath, Any] = {
         path: np.asarray(jax.device_get(leaf)).astype(np.float32)
         for path, leaf in flatten(model.params).items()
     }
@@ -117,4 +125,39 @@ def merged(model: LoadedModel) -> LoadedModel:
             layer = path[:-1]
             change = lora.scale * (flat[path] @ flat[(*layer, "lora_b")])
             kernels[(*layer, "kernel")] = flat[(*layer, "kernel")] + change
-    return replace(model, config=replace(model.config, lora=None), params=unflatten(kernels))
+    return replace(model, config=model.config.with_execution(lora=None), params=unflatten(kernels))
+
+
+def write_peft(directory: Path, lora: LoraConfig, params: Params, base: str) -> None:
+    """Write adapter_config.json and adapter_model.safetensors for the adapters in `params`.
+
+    `base` is the name of the base model, as in `model.name`.
+    """
+    adapters = flatten(trained_part(params))
+    arrays = {}
+    for (layer, part, leaf), array in adapters.items():
+        rows = np.asarray(jax.device_get(array)).astype(np.float32).T  # [out, in]
+        name = f"base_model.model.{hf_module(layer, part)}.{_PEFT_LEAVES[leaf]}.weight"
+        arrays[name] = np.ascontiguousarray(rows)
+    safetensors.numpy.save_file(arrays, directory / "adapter_model.safetensors", {"format": "pt"})
+    layer = next(iter(adapters))[0]
+    modules = [hf_module(layer, target).rpartition(".")[2] for target in lora.targets]
+    write_json(
+        directory / "adapter_config.json",
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": sorted(modules),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "use_rslora": False,
+            "use_dora": False,
+            "modules_to_save": None,
+            "init_lora_weights": True,
+            "inference_mode": True,
+        },
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Float32
 
@@ -27,15 +28,15 @@ def matmul(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x: Any, kernel: Any, axis: int) -> Any:
+def _matmul(x: Array, kernel: Array, axis: int) -> Array:
     return _product_as(x.dtype, x, kernel, (x.ndim - 1, axis))
 
 
-def _forward(x: Any, kernel: Any, axis: int) -> tuple[Any, Any]:
+def _forward(x: Array, kernel: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
     return _matmul(x, kernel, axis), (x, kernel)
 
 
-def _backward(axis: int, saved: Any, out_grad: Any) -> tuple[Any, Any]:
+def _backward(axis: int, saved: tuple[Array, Array], out_grad: Array) -> tuple[Array, Array]:
     """Return the gradients of `x` and of the kernel.
 
     JAX's own rule for the kernel computes [out, in] and transposes it. XLA on a CPU then copies
@@ -51,7 +52,7 @@ def _backward(axis: int, saved: Any, out_grad: Any) -> tuple[Any, Any]:
 _matmul.defvjp(_forward, _backward)
 
 
-def _product_as(dtype: Any, left: Any, right: Any, axes: tuple[int, int]) -> Any:
+def _product_as(dtype: Any, left: Array, right: Array, axes: tuple[int, int]) -> Array:
     """Return the product over these axes in `dtype`.
 
     If either side or `dtype` is bfloat16, both sides are cast to bfloat16. A CPU sums in float32
@@ -61,7 +62,7 @@ def _product_as(dtype: Any, left: Any, right: Any, axes: tuple[int, int]) -> Any
     if narrow == jnp.float32:
         return product(left, right, axes)
 
-    def on_cpu(left: Any, right: Any) -> Any:
+    def on_cpu(left: Array, right: Array) -> Array:
         # XLA cannot use its matmul library, which takes half as long, if it reads the left side
         # transposed. The new layout avoids that. With several devices it would send all rows to
         # each of them, so it is skipped.
@@ -75,7 +76,9 @@ def _product_as(dtype: Any, left: Any, right: Any, axes: tuple[int, int]) -> Any
     return jax.lax.platform_dependent(*sides, cpu=on_cpu, default=as_asked)
 
 
-def product(left: Any, right: Any, axes: tuple[int, int]) -> Float32[Array, "..."]:
+def product(
+    left: Array | np.ndarray, right: Array | np.ndarray, axes: tuple[int, int]
+) -> Float32[Array, "..."]:
     """Return the float32 product over these axes. If a side is bfloat16, both are rounded to it."""
     narrow = _narrowest(left.dtype, right.dtype)
     left, right = left.astype(narrow), right.astype(narrow)

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from lightning_jax.models.lora import frozen_part, pick, trained_part
+from lightning_jax.models.mesh import MESH_AXES, platform_of
 from lightning_jax.models.reshard import layout, lies_at
-from lightning_jax.models.sharding import MESH_AXES, param_shardings, platform_of
-from lightning_jax.models.transformer import DecoderConfig, init_cache, param_shapes
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import param_shardings
+from lightning_jax.models.transformer import init_cache, param_shapes
 
 
 def weight_bytes(
@@ -41,13 +43,13 @@ def shares_frozen(
     turned = turns_kernels(engines[0], dtype)
     if shapes is None or turned or jax.process_count() > 1:
         return False
-    held, *wanted = (
+    source, *targets_by_engine = (
         jax.tree.leaves(pick(param_shardings(model, mesh), shapes)) for mesh in (training, *engines)
     )
     return all(
         lies_at(sharding, target, leaf.shape)
-        for targets in wanted
-        for leaf, sharding, target in zip(jax.tree.leaves(shapes), held, targets, strict=True)
+        for targets in targets_by_engine
+        for leaf, sharding, target in zip(jax.tree.leaves(shapes), source, targets, strict=True)
     )
 
 
@@ -60,14 +62,14 @@ def turns_kernels(engine: Mesh, dtype: Any) -> bool:
     return is_one_cpu and jnp.dtype(dtype) == jnp.float32
 
 
-def spread_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any) -> int:
-    """Return the bytes of `reshard.spread` of trained weights, less those the engine keeps."""
+def copy_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any) -> int:
+    """Return the bytes of `prepare_copy` of trained weights, less those the engine keeps."""
     shapes = trained_part(param_shapes(model))
-    held, wanted = (
+    sources, targets = (
         jax.tree.leaves(pick(param_shardings(model, mesh), shapes)) for mesh in (training, engine)
     )
     number = 0
-    for leaf, sharding, target in zip(jax.tree.leaves(shapes), held, wanted, strict=True):
+    for leaf, sharding, target in zip(jax.tree.leaves(shapes), sources, targets, strict=True):
         cast = layout(sharding, target)
         if not cast.is_equivalent_to(sharding, len(leaf.shape)):  # cast shards, before gathering
             number += math.prod(sharding.shard_shape(leaf.shape))
@@ -90,15 +92,11 @@ def used_weight_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: A
         mesh.devices.reshape(-1)[: mesh.shape["tensor"]].reshape(1, 1, -1), mesh.axis_names
     )
     whole = weight_bytes(model, tensor_only, dtype)
-    outside = (
-        model.vocab_size
-        * model.embed_dim
-        * dtype.itemsize
-        // _split("vocab", model.vocab_size, mesh)
-    )
-    outside *= 1 if model.tie_embeddings else 2
+    shape = model.shape
+    numbers = shape.vocab_size * shape.embed_dim // _split("vocab", shape.vocab_size, mesh)
+    outside = numbers * dtype.itemsize * (1 if shape.tie_embeddings else 2)
     # The gradients of gathered weights are also whole until they are reduced.
-    at_once = outside + (whole - outside) // model.num_layers
+    at_once = outside + (whole - outside) // shape.num_layers
     return copy + (2 * at_once if remat else whole + at_once)
 
 
@@ -108,26 +106,29 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: An
     A layer keeps its input, two normed inputs, queries, keys, values, the attention output and
     three arrays of the MLP. With `remat` only one layer at a time does so.
     """
-    heads = model.num_heads * model.head_dim // _split("heads", model.num_heads, mesh)
-    keys = model.num_kv_heads * model.head_dim // _split("kv_heads", model.num_kv_heads, mesh)
-    mlp = model.mlp_dim // _split("mlp", model.mlp_dim, mesh)
-    layer = 4 * model.embed_dim + 3 * heads + 3 * keys + 3 * mlp
+    shape = model.shape
+    heads = shape.num_heads * shape.head_dim // _split("heads", shape.num_heads, mesh)
+    keys = shape.num_kv_heads * shape.head_dim // _split("kv_heads", shape.num_kv_heads, mesh)
+    mlp = shape.mlp_dim // _split("mlp", shape.mlp_dim, mesh)
+    layer = 4 * shape.embed_dim + 3 * heads + 3 * keys + 3 * mlp
     numbers = (
-        model.num_layers * model.embed_dim + 2 * layer if remat else (model.num_layers + 1) * layer
+        shape.num_layers * shape.embed_dim + 2 * layer if remat else (shape.num_layers + 1) * layer
     )
     return numbers * jnp.dtype(dtype).itemsize
 
 
 def logit_bytes(model: DecoderConfig, mesh: Mesh) -> int:
     """Return the bytes of one token's float32 logits."""
-    return 4 * model.vocab_size // _split("vocab", model.vocab_size, mesh)
+    vocab_size = model.shape.vocab_size
+    return 4 * vocab_size // _split("vocab", vocab_size, mesh)
 
 
 def cache_bytes(
     model: DecoderConfig, rows: int, length: int, sharding: NamedSharding, dtype: Any
 ) -> int:
     """Return the bytes of the keys and values of `rows` rows of `length` tokens."""
-    cache = jax.eval_shape(lambda: init_cache(model, rows, length, dtype, platform_of(sharding)))
+    platform = platform_of(sharding)
+    cache = jax.eval_shape(lambda: init_cache(model.shape, rows, length, dtype, platform))
     sizes = (math.prod(sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(cache))
     return sum(sizes) * jnp.dtype(dtype).itemsize
 

@@ -64,10 +64,10 @@ def _seconds() -> tuple[float, float]:
     kernels = [jnp.ones((narrow, wide), dtype) for dtype in ("float32", "bfloat16")]
     for kernel in kernels:
         jax.block_until_ready(run(x, kernel))  # compiles
-    found = []
+    seconds = []
     for _ in range(TURNS):
         for kernel in kernels:
             started = time.perf_counter()
             jax.block_until_ready(run(x, kernel))
-            found.append(time.perf_counter() - started)
-    return min(found[::2]), min(found[1::2])
+            seconds.append(time.perf_counter() - started)
+    return min(seconds[::2]), min(seconds[1::2])

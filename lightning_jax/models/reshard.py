@@ -1,8 +1,12 @@
 """Device-to-device copies of weights, which bring new weights to an engine.
 
-A copy has two halves. `spread` casts the weights on their own devices, in one program, and lays
-them out in the parts that engines need. `take` gives an engine its parts. Identical engines take
-from the same spread, so the weights are gathered once for any number of engines.
+A copy has two halves. `prepare_copy` casts the weights on their own devices, in one program, and
+lays them out in the parts that engines need. `take_copy` gives an engine its parts. Identical
+engines take from the same copy, so the weights are gathered once for any number of engines.
+
+Weights on the host go through Ray's object store. It keeps the bytes of an array that pickle takes
+out of band, and gives them to all processes of a machine without a copy. NumPy does this for its
+own dtypes only, so bfloat16 travels as uint16.
 """
 
 import functools
@@ -15,15 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lightning_jax.models.formats.param_names import Path, flatten, unflatten
+from lightning_jax.models.formats.param_names import ParamPath, flatten, unflatten
+from lightning_jax.models.sharding import to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.settings import ConfigError
 
+HostWeights = dict[ParamPath, tuple[str, np.ndarray]]  # name of the dtype, and the array
 _Bounds = tuple[tuple[int, int], ...]  # start and end index along each axis
+
+_cast = jax.jit(lambda leaf, dtype: leaf.astype(dtype), static_argnums=1)
 
 
 @dataclass(frozen=True)
-class Spread:
+class ServingCopy:
     """Weights in the serving dtype, on the devices they came from.
 
     Engines share these arrays if they can. They are never donated.
@@ -40,8 +48,9 @@ def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
     do not own those devices get None. Weights of one process, such as those just loaded, are copied
     without the others.
     """
-    if all(_is_local(leaf) for leaf in jax.tree.leaves(params)):
-        return take(spread(params, shardings, dtype), shardings)
+    leaves = jax.tree.leaves(params)
+    if all(not isinstance(leaf, jax.Array) or leaf.is_fully_addressable for leaf in leaves):
+        return take_copy(prepare_copy(params, shardings, dtype), shardings)
     targets = jax.tree.leaves(shardings)
     everywhere = _in_every_process(targets[0].mesh)
     leaves, form = jax.tree.flatten(_copy(params, dtype))
@@ -53,7 +62,9 @@ def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
     return form.unflatten(map(_local_part, moved, targets))
 
 
-def spread(params: Params, shardings: Any, dtype: Any, *, shared: Collection[Path] = ()) -> Spread:
+def prepare_copy(
+    params: Params, shardings: Any, dtype: Any, *, shared: Collection[ParamPath] = ()
+) -> ServingCopy:
     """Cast the weights of one process, and lay them out for engines with these `shardings`.
 
     Arrays at the `shared` paths are not copied if they already have this layout and `dtype`. The
@@ -65,26 +76,26 @@ def spread(params: Params, shardings: Any, dtype: Any, *, shared: Collection[Pat
         layout(leaf.sharding, target)
         for leaf, target in zip(leaves, _list_shardings(shardings, params), strict=True)
     ]
-    wanted = [
+    to_cast = [
         i
         for i, (path, leaf, layout_here) in enumerate(zip(paths, leaves, layouts, strict=True))
         if path not in shared
         or leaf.dtype != jnp.dtype(dtype)
         or not leaf.sharding.is_equivalent_to(layout_here, leaf.ndim)
     ]
-    cast = _caster(jnp.dtype(dtype), tuple((leaves[i].sharding, layouts[i]) for i in wanted))
-    for i, copied in zip(wanted, cast([leaves[i] for i in wanted]), strict=True):
+    cast = _caster(jnp.dtype(dtype), tuple((leaves[i].sharding, layouts[i]) for i in to_cast))
+    for i, copied in zip(to_cast, cast([leaves[i] for i in to_cast]), strict=True):
         leaves[i] = copied
-    return Spread(unflatten(dict(zip(paths, leaves, strict=True))))
+    return ServingCopy(unflatten(dict(zip(paths, leaves, strict=True))))
 
 
-def take(found: Spread, shardings: Any) -> Params:
-    """Copy the spread weights to these shardings of the same process, and wait for the copy.
+def take_copy(copy: ServingCopy, shardings: Any) -> Params:
+    """Copy the prepared weights to these shardings of the same process, and wait for the copy.
 
     A part that is already on its device is not copied.
     """
-    leaves, form = jax.tree.flatten(found.params)
-    targets = _list_shardings(shardings, found.params)
+    leaves, form = jax.tree.flatten(copy.params)
+    targets = _list_shardings(shardings, copy.params)
     parts, at = [], []
     for leaf, target in zip(leaves, targets, strict=True):
         shards = {
@@ -115,16 +126,16 @@ def layout(source: Sharding, target: Sharding) -> Sharding:
     if rest or not isinstance(target, NamedSharding):
         return NamedSharding(source.mesh, PartitionSpec())
     here: Any = source.mesh.devices
-    wanted: Any = target.mesh
-    grid = here.reshape(copies, *wanted.devices.shape)
-    names, types = ("copy", *wanted.axis_names), (AxisType.Auto,) * grid.ndim
+    mesh: Any = target.mesh
+    grid = here.reshape(copies, *mesh.devices.shape)
+    names, types = ("copy", *mesh.axis_names), (AxisType.Auto,) * grid.ndim
     return NamedSharding(Mesh(grid, names, axis_types=types), target.spec)
 
 
 def lies_at(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> bool:
     """Return whether each device of `target` already has its part of an array at `source`."""
-    held, wanted = (sharding.devices_indices_map(shape) for sharding in (source, target))
-    return all(held.get(device) == index for device, index in wanted.items())
+    parts = source.devices_indices_map(shape)
+    return all(parts.get(d) == part for d, part in target.devices_indices_map(shape).items())
 
 
 def _list_shardings(shardings: Any, params: Params) -> list[Any]:
@@ -155,25 +166,20 @@ def _bounds(index: Any, leaf: Any) -> _Bounds:
     return tuple(part.indices(size)[:2] for part, size in parts)
 
 
-def _part(shards: dict[tuple[Any, _Bounds], Any], device: Any, wanted: _Bounds) -> Any:
+def _part(shards: dict[tuple[Any, _Bounds], Any], device: Any, target: _Bounds) -> Any:
     """Return these entries of an array, taken from the device itself if possible."""
-    if (device, wanted) in shards:
-        return shards[device, wanted].data
-    same = [shard for (_, bounds), shard in shards.items() if bounds == wanted]
+    if (device, target) in shards:
+        return shards[device, target].data
+    same = [shard for (_, bounds), shard in shards.items() if bounds == target]
     if same:
         return same[device.id % len(same)].data
     first, shard = next(  # a larger shard that contains the entries
         ([start for start, _ in bounds], shard)
         for (_, bounds), shard in shards.items()
-        if all(a <= c and d <= b for (a, b), (c, d) in zip(bounds, wanted, strict=True))
+        if all(a <= c and d <= b for (a, b), (c, d) in zip(bounds, target, strict=True))
     )
-    starts, ends = (np.subtract(side, first) for side in zip(*wanted, strict=True))
+    starts, ends = (np.subtract(side, first) for side in zip(*target, strict=True))
     return jax.lax.slice(shard.data, starts.tolist(), ends.tolist())
-
-
-def _is_local(leaf: Any) -> bool:
-    """Return whether this process holds the whole array, so that no other one has a part in it."""
-    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -206,3 +212,30 @@ def _in_every_process(mesh: Mesh) -> Mesh:
 def _local_part(moved: Any, target: NamedSharding) -> Any:
     shards = [shard.data for shard in moved.addressable_shards]
     return jax.make_array_from_single_device_arrays(moved.shape, target, shards)
+
+
+def copy_to_host(params: Params, dtype: str) -> HostWeights:
+    """Copy the weights in `dtype` to the host, array by array. Cast on the devices.
+
+    If they span several processes, all of them must call this.
+    """
+    weights: HostWeights = {}
+    for path, leaf in flatten(params).items():
+        array = np.asarray(to_host(_cast(leaf, jnp.dtype(dtype))))
+        is_bfloat16 = array.dtype == jnp.bfloat16
+        weights[path] = str(array.dtype), array.view(np.uint16) if is_bfloat16 else array
+    return weights
+
+
+def params_from_host(*parts: HostWeights) -> Params:
+    """Return the tree of the weights, in which later arrays replace earlier ones.
+
+    It shares their memory.
+    """
+    merged = {path: array for part in parts for path, array in part.items()}
+    return unflatten({path: array.view(jnp.dtype(name)) for path, (name, array) in merged.items()})
+
+
+def copy_host_weights(weights: HostWeights) -> HostWeights:
+    """Return a copy, for weights whose arrays may be donated."""
+    return {path: (dtype, array.copy()) for path, (dtype, array) in weights.items()}

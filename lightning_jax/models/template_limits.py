@@ -56,7 +56,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Return the rendered text. Raises LimitError, or any error that the template raises."""
         pieces, length = [], 0
         for piece in template.generate(variables):
-            check()
+            check_value()
             length += len(piece)
             _check_length(length)
             pieces.append(piece)
@@ -77,7 +77,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def check_time(self) -> str:
         """Check the limits at the start of a loop iteration."""
-        check()
+        check_value()
         return ""
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -89,14 +89,14 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                     _check_length(len(many) * number)
         if operator == "%" and isinstance(left, str):
             _check_format(left)
-        return check(super().call_binop(context, operator, left, right))
+        return check_value(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        check()
+        check_value()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str | bytes):
             _check_method(owner, getattr(__obj, "__name__", ""), args)
-        return check(super().call(__context, __obj, *args, **kwargs))
+        return check_value(super().call(__context, __obj, *args, **kwargs))
 
 
 class _Checks(jinja2.visitor.NodeTransformer):
@@ -127,8 +127,8 @@ def check_kwargs(kwargs: Mapping[str, Any]) -> None:
         if name in RENDERED:
             raise _unfit(f"sets {name!r}, which every rendering sets; leave it out.", "reserved")
         if not (name.isidentifier() and len(name) <= 100):
-            shown = name if len(name) <= 100 else name[:97] + "..."
-            raise _unfit(f"has the name {shown!r}; expected a variable's name.", "unknown")
+            short = name if len(name) <= 100 else name[:97] + "..."
+            raise _unfit(f"has the name {short!r}; expected a variable's name.", "unknown")
     if len(kwargs) > MAX_KWARGS:
         raise _unfit(f"has {len(kwargs)} names; expected at most {MAX_KWARGS}.", "too_many")
     _check_values(kwargs)
@@ -157,7 +157,7 @@ def _unfit(problem: str, reason: str) -> FieldError:
     return FieldError(f"{name} {problem}", reason=reason, key=name)
 
 
-def start() -> None:
+def start_clock() -> None:
     """Start the clock for this thread's next template.
 
     Call it before compiling, because compiling may run parts of the template.
@@ -165,7 +165,7 @@ def start() -> None:
     _state.deadline = time.thread_time() + TIME_LIMIT_S
 
 
-def check(value: Any = None) -> Any:
+def check_value(value: Any = None) -> Any:
     """Return the value. Raises LimitError if the value or the time so far exceeds its limit."""
     if time.thread_time() > _state.deadline:
         raise LimitError(f"rendering takes more than {TIME_LIMIT_S:g} s")
@@ -186,13 +186,13 @@ def join_text(*parts: Any) -> str:
 def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # also copies the attribute that tells jinja2 what to pass
     def limited(*args: Any, **options: Any) -> Any:
-        check()
+        check_value()
         passed = args[1:] if hasattr(function, "jinja_pass_arg") else args
         if name in _SIZED_FILTERS:
             _check_widths([*passed[1:], *options.values()])
         if isinstance(passed[0], str):
             _check_method(passed[0], name, passed[1:])
-        return check(function(*args, **options))
+        return check_value(function(*args, **options))
 
     return limited
 

@@ -128,7 +128,10 @@ def longest(backend: tokenizers.Tokenizer) -> int | None:
     added = backend.get_added_tokens_decoder().values()
     keeps_all = (
         _spells_every_byte(backend, vocabulary)
-        and all(_keeps_all(part) for part in _parts(backend.pre_tokenizer, "pretokenizers"))
+        and all(
+            part["type"] in _KEEP_ALL and part.get("behavior") != "Removed"
+            for part in _parts(backend.pre_tokenizer, "pretokenizers")
+        )
         and not any(token.lstrip or token.rstrip for token in added)  # these drop whitespace
     )
     if not keeps_all or shrinks is None:
@@ -163,10 +166,6 @@ def _shrinks(normalizer: Any) -> int | None:
             case _:
                 return None
     return factor
-
-
-def _keeps_all(part: dict[str, Any]) -> bool:
-    return part["type"] in _KEEP_ALL and part.get("behavior") != "Removed"
 
 
 def _parts(step: Any, inner: str) -> list[dict[str, Any]]:

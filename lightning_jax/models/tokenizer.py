@@ -10,9 +10,9 @@ from typing import Any
 import tokenizers
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models import chat_template, declared_tokens, token_bytes, tokenizer_files
-from lightning_jax.models.end_of_turn import end_of_turn
-from lightning_jax.models.plain_files import malformed, read_object
+from lightning_jax.models import chat_template, token_bytes, tokenizer_files
+from lightning_jax.models.chat_template import end_of_turn
+from lightning_jax.models.model_files import malformed, read_object
 from lightning_jax.types import Message
 
 TOOL_TEMPLATE = "tool_use"  # name of the template that transformers uses for tools
@@ -257,8 +257,8 @@ def from_hf(directory: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     settings = read_object(directory / "tokenizer_config.json", TokenizerError)
-    named = declared_tokens.named_tokens(directory, settings, TokenizerError)
-    declared_tokens.add_declared(backend, directory, settings, named, TokenizerError)
+    named = tokenizer_files.named_tokens(directory, settings, TokenizerError)
+    tokenizer_files.add_declared(backend, directory, settings, named, TokenizerError)
     special = named.texts
     ends = tokenizer_files.declared_ends(directory, TokenizerError)
     named_end = backend.token_to_id(special.get("eos_token", ""))
@@ -308,8 +308,8 @@ class StreamDecoder:
         stable = text[: len(text) - min(3, len(text) - len(text.rstrip(_REPLACEMENT)))]
         if len(stable) == len(text):
             self._context, self._fresh = self._fresh, []
-            given, self._given = self._given, 0
-            return text[given:]
+            start, self._given = self._given, 0
+            return text[start:]
         piece = stable[self._given :]
         self._given = max(self._given, len(stable))
         return piece

@@ -1,12 +1,124 @@
-"""Chat templates and ends of response that the files beside tokenizer.json declare."""
+"""Tokens, chat templates and ends of response that the files beside tokenizer.json declare.
 
-from collections.abc import Mapping
+Tokens are read as transformers reads them. `added_tokens_decoder` of tokenizer_config.json counts
+if it is there. Older models have special_tokens_map.json and added_tokens.json in its place.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from lightning_jax.errors import Coded
-from lightning_jax.models.plain_files import read_object, read_text
+from lightning_jax.models.model_files import read_object, read_text
 from lightning_jax.system.text import in_one_line
+
+_DECODER = "added_tokens_decoder"
+_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_LISTS = ("extra_special_tokens", "additional_special_tokens")
+
+
+@dataclass(frozen=True)
+class NamedTokens:
+    """Special tokens that a model's files name, as texts."""
+
+    names: Mapping[str, str]  # by their name, such as eos_token
+    others: Sequence[str]
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Texts of the tokens that chat templates may use by their names."""
+        return {name: self.names[name] for name in _NAMES if name in self.names}
+
+
+def named_tokens(directory: Path, settings: Mapping[str, Any], error: type[Coded]) -> NamedTokens:
+    """Return the special tokens that the files name.
+
+    `settings` are those of tokenizer_config.json. Where special_tokens_map.json counts, it comes
+    first. Otherwise it only names what `settings` does not. Raise `error` for a malformed file.
+    """
+    older = read_object(directory / "special_tokens_map.json", error)
+    merged = {**older, **settings} if _DECODER in settings else {**settings, **older}
+    tokens = {n: v for n, v in merged.items() if n.endswith("_token") and isinstance(v, str | dict)}
+    with _known_form(directory, error):
+        names = {name: _text(token) for name, token in tokens.items() if token}
+        lists = [merged[name] for name in _LISTS if merged.get(name)]
+        others = [
+            _text(token)
+            for listed in lists
+            for token in (listed.values() if isinstance(listed, dict) else listed)
+        ]
+    return NamedTokens(names, others)
+
+
+def add_declared(
+    backend: tokenizers.Tokenizer,
+    directory: Path,
+    settings: Mapping[str, Any],
+    named: NamedTokens,
+    error: type[Coded],
+) -> None:
+    """Add the declared tokens that the vocabulary lacks, in the order of their ids.
+
+    Make those that it has special if they are declared so. Raise `error` for a malformed file.
+    """
+    special = [*named.names.values(), *named.others]
+    special_texts = set(special)
+    with _known_form(directory, error):
+        if _DECODER in settings:
+            declared = {int(i): _token(fields) for i, fields in settings[_DECODER].items()}
+        else:
+            older = read_object(directory / "added_tokens.json", error)
+            declared = {
+                int(i): _token({"content": text, "special": text in special_texts})
+                for text, i in older.items()
+            }
+        tokens = backend.get_added_tokens_decoder()
+        declared |= {} if _DECODER in settings else tokens
+        unknown = [
+            token
+            for _, token in sorted(declared.items(), key=lambda pair: pair[0])
+            if repr(token) not in set(map(repr, tokens.values()))
+        ]
+        texts = {token.content for token in (*tokens.values(), *unknown)}
+        unknown += [
+            _token({"content": text, "special": True}) for text in special if text not in texts
+        ]
+        for token in unknown:
+            token.special = token.special or token.content in special_texts
+        backend.add_tokens(list(unknown))
+
+
+@contextlib.contextmanager
+def _known_form(directory: Path, error: type[Coded]) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as fault:
+        raise error(
+            f"{directory} declares added tokens in a form that is not known "
+            f"({in_one_line(repr(fault))}); save the tokenizer again with transformers' "
+            "AutoTokenizer",
+            reason="malformed",
+            key=_DECODER,
+        ) from fault
+
+
+def _text(token: Any) -> str:
+    text = token["content"] if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise TypeError(f"the text of a token is {text!r}")
+    return text
+
+
+def _token(fields: Mapping[str, Any]) -> tokenizers.AddedToken:
+    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    values = {name: fields[name] for name in names if name in fields}
+    content = values.pop("content")
+    values = {"normalized": not values.get("special", False)} | values
+    return tokenizers.AddedToken(content, **values)
 
 
 def declared_ends(directory: Path, error: type[Coded]) -> set[int]:
@@ -53,9 +165,9 @@ def read_templates(
     return {entry["name"]: entry["template"] for entry in entries}
 
 
-def _wrong_field(error: type[Coded], path: Path, name: str, found: object, expected: str) -> Coded:
+def _wrong_field(error: type[Coded], path: Path, name: str, value: object, expected: str) -> Coded:
     return error(
-        f"{path} has {name}={in_one_line(repr(found), 80)}; expected {expected}; save the "
+        f"{path} has {name}={in_one_line(repr(value), 80)}; expected {expected}; save the "
         "tokenizer again with transformers' AutoTokenizer",
         reason="malformed",
         key=name,

@@ -16,8 +16,7 @@ For decoding on a CPU, each kernel [in, out] becomes a kernel_t [out, in] (matmu
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -26,69 +25,48 @@ from jaxtyping import Array, Float, Int
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.attention import attention
-from lightning_jax.models.attention.attention import RopeScaling
-from lightning_jax.models.attention.kv_cache import KVCache, attend_cache, make_cache, write_cache
+from lightning_jax.models.attention.attention import RopeTables
+from lightning_jax.models.attention.kv_cache import (
+    KVCache,
+    LayerCache,
+    attend_cache,
+    make_cache,
+    write_cache,
+)
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.matmul import matmul, matmul_turned, product
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
 
+Hidden = Float[Array, "B T E"]
+Table = Float[Array, "V E"]
 Params = dict[str, Any]
 Gather = Callable[[Params], Params]  # gathers all weights, or those of one layer, for use
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Shape of a model. It is hashable, so jit takes it as a static argument."""
+class LayerInputs(NamedTuple):
+    """Inputs of all layers of a pass, besides weights, hidden states and caches."""
 
-    vocab_size: int
-    embed_dim: int
-    mlp_dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = True
-    qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # Qwen3
-    max_positions: int = 2048
-    family: str = "llama"  # llama, qwen2 or qwen3, the name in a saved model
-    lora: LoraConfig | None = None  # adapters among the parameters, of rank 1 or more
-    num_adapters: int | None = None  # N per kernel, [N, ...], and a row chooses; None: one, [...]
-    turned: bool = False  # kernels are kernel_t, which has no gradient (matmul.py)
-    activation_dtype: str | None = None  # None: the dtype of the weights
-    scans_layers: bool = True  # with `remat`: a loop over stacked weights. False: layer by layer
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise InvalidValue(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}",
-                reason="mismatch",
-                key="num_heads",
-            )
-        if self.head_dim % 2:
-            raise InvalidValue(
-                f"head_dim is {self.head_dim}; must be even for rotary embeddings",
-                reason="invalid",
-                key="head_dim",
-            )
+    rope: RopeTables
+    ends: Int[Array, "B T"] | None  # without a cache: see `forward`
+    positions: Int[Array, "B T"] | None  # with a cache: where the row's tokens are written
+    rows: Int[Array, " B"] | None  # with a cache: its row for each row of the batch
+    adapters: Int[Array, " B"] | None  # index for each row; None: the model has at most one
 
 
 def init_cache(
-    config: DecoderConfig,
+    shape: DecoderShape,
     slots: int,
     length: int,
     dtype: Any = jnp.float32,
     platform: str = "cpu",
 ) -> KVCache:
-    """Build a cache of zeros for this model, in the layout of this platform."""
+    """Build a cache of zeros for a model of this shape, in the layout of this platform."""
     return make_cache(
-        layers=config.num_layers,
+        layers=shape.num_layers,
         rows=slots,
         length=length,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
         dtype=dtype,
         platform=platform,
     )
@@ -134,7 +112,9 @@ class Linear(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         return out + bias[None, None, :]
 
-    def _adapter(self, x: Any, lora: LoraConfig, chosen: Any) -> Any:
+    def _adapter(
+        self, x: Float[Array, "B T _"], lora: LoraConfig, chosen: Int[Array, " B"] | None
+    ) -> Float[Array, "B T _"]:
         stack = () if self.num_adapters is None else (self.num_adapters,)
         init = nn.initializers.normal(x.shape[-1] ** -0.5)  # x A is about as large as x
         a = self.param("lora_a", init, (*stack, x.shape[-1], lora.rank))
@@ -152,64 +132,67 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Any, rope: Any, ends: Any, cached: Any, at: Any, rows: Any, chosen: Any
-    ) -> tuple[Any, Any]:
-        config = self.config
-        h = RMSNorm(config.norm_eps, name="attn_norm")(x)
-        queries, keys, values = self._project(h, rope, chosen)
+        self, x: Hidden, inputs: LayerInputs, cached: LayerCache | None
+    ) -> tuple[Hidden, LayerCache | None]:
+        shape, adapters = self.config.shape, inputs.adapters
+        h = RMSNorm(shape.norm_eps, name="attn_norm")(x)
+        queries, keys, values = self._project(h, inputs)
         if cached is None:
-            mixed = attention.attend_tree(queries, keys, values, ends)
+            mixed = attention.attend_tree(queries, keys, values, inputs.ends)
         else:
-            cached = write_cache(cached, keys, values, at, rows)
-            mixed = attend_cache(queries, cached, at, rows)
-        mixed = mixed.reshape(*mixed.shape[:2], config.num_heads * config.head_dim)
-        x = x + self._linear("o", config.embed_dim)(mixed, chosen)
-        h = RMSNorm(config.norm_eps, name="mlp_norm")(x)
-        gate, up = (self._linear(name, config.mlp_dim)(h, chosen) for name in ("gate", "up"))
-        return x + self._linear("down", config.embed_dim)(nn.silu(gate) * up, chosen), cached
+            assert inputs.positions is not None, "tokens are written at their positions"
+            cached = write_cache(cached, keys, values, inputs.positions, inputs.rows)
+            mixed = attend_cache(queries, cached, inputs.positions, inputs.rows)
+        mixed = mixed.reshape(*mixed.shape[:2], shape.num_heads * shape.head_dim)
+        x = x + self._linear("o", shape.embed_dim)(mixed, adapters)
+        h = RMSNorm(shape.norm_eps, name="mlp_norm")(x)
+        gate, up = (self._linear(name, shape.mlp_dim)(h, adapters) for name in ("gate", "up"))
+        return x + self._linear("down", shape.embed_dim)(nn.silu(gate) * up, adapters), cached
 
     def _linear(self, name: str, features: int, *, bias: bool = False) -> Linear:
-        lora = self.config.lora
+        execution = self.config.execution
+        lora = execution.lora
         adapter = lora if lora is not None and name in lora.targets else None
-        shared = self.config.num_adapters, self.config.turned
-        return Linear(features, bias, adapter, *shared, name=name)
+        return Linear(features, bias, adapter, execution.num_adapters, execution.turned, name=name)
 
-    def _project(self, h: Any, rope: Any, chosen: Any) -> tuple[Any, Any, Any]:
-        """Return queries [B T H D], keys and values [B T K D], with rotary positions applied."""
-        config = self.config
-        heads_of = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    def _project(
+        self, h: Hidden, inputs: LayerInputs
+    ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+        """Return queries, keys and values, with rotary positions applied."""
+        shape = self.config.shape
+        heads_of = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
         parts = {}
         for name, heads in heads_of.items():
-            flat = self._linear(name, heads * config.head_dim, bias=config.qkv_bias)(h, chosen)
-            parts[name] = flat.reshape(*flat.shape[:2], heads, config.head_dim)
-        if config.qk_norm:
-            parts["q"] = RMSNorm(config.norm_eps, name="q_norm")(parts["q"])
-            parts["k"] = RMSNorm(config.norm_eps, name="k_norm")(parts["k"])
-        return attention.rotate(parts["q"], *rope), attention.rotate(parts["k"], *rope), parts["v"]
+            linear = self._linear(name, heads * shape.head_dim, bias=shape.qkv_bias)
+            flat = linear(h, inputs.adapters)
+            parts[name] = flat.reshape(*flat.shape[:2], heads, shape.head_dim)
+        if shape.qk_norm:
+            parts["q"] = RMSNorm(shape.norm_eps, name="q_norm")(parts["q"])
+            parts["k"] = RMSNorm(shape.norm_eps, name="k_norm")(parts["k"])
+        queries, keys = (attention.rotate(parts[name], *inputs.rope) for name in ("q", "k"))
+        return queries, keys, parts["v"]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _layer(config: DecoderConfig, params: Params, *arrays: Any) -> tuple[Any, Any]:
+def _layer(
+    config: DecoderConfig, params: Params, x: Hidden, inputs: LayerInputs, cached: LayerCache | None
+) -> tuple[Hidden, LayerCache | None]:
     """Apply one layer, jitted so that it is traced once for all layers of a model."""
-    return Layer(config).apply({"params": params}, *arrays)  # pyright: ignore[reportReturnType]
+    return Layer(config).apply({"params": params}, x, inputs, cached)  # pyright: ignore[reportReturnType]
 
 
-def _rope(config: DecoderConfig, positions: Any) -> Any:
-    frequencies = attention.rope_frequencies(
-        config.head_dim, config.rope_theta, config.rope_scaling
-    )
+def _rope(shape: DecoderShape, positions: Int[Array, "B T"]) -> RopeTables:
+    frequencies = attention.rope_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
     return attention.rope_tables(positions, frequencies)
 
 
 def _forward_recomputing(
     params: Params,
     config: DecoderConfig,
-    tokens: Any,
-    positions: Any,
-    ends: Any,
-    chosen: Any,
+    tokens: Int[Array, "B T"],
+    inputs: LayerInputs,
     gather: Gather,
-) -> Any:
+) -> Hidden:
     """Run `forward` without a cache, keeping only each layer's input for the backward pass.
 
     On a CPU this is a scan over stacked weights. Without the scan, XLA on a CPU moves the
@@ -218,14 +201,13 @@ def _forward_recomputing(
     weights, frozen ones too: 3.2 GiB more on each of four TPU chips for six layers of Qwen3-8B.
     """
     x = _embed(gather({"embed": params["embed"]}), config, tokens)
-    rope = _rope(config, positions)
-    layers = [params[f"layers_{i}"] for i in range(config.num_layers)]
+    layers = [params[f"layers_{i}"] for i in range(config.shape.num_layers)]
 
     @jax.checkpoint
-    def step(x: Any, layer: Params) -> tuple[Any, None]:
-        return _layer(config, gather(layer), x, rope, ends, None, None, None, chosen)[0], None
+    def step(x: Hidden, layer: Params) -> tuple[Hidden, None]:
+        return _layer(config, gather(layer), x, inputs, None)[0], None
 
-    if config.scans_layers:
+    if config.execution.scans_layers:
         x, _ = jax.lax.scan(step, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))
     else:
         for layer in layers:
@@ -233,22 +215,24 @@ def _forward_recomputing(
     return _final_norm(params, config, x)
 
 
-def _embed(params: Params, config: DecoderConfig, tokens: Any) -> Any:
-    found = _look_up(params["embed"]["embedding"], tokens)
-    return found.astype(config.activation_dtype or found.dtype)
+def _embed(params: Params, config: DecoderConfig, tokens: Int[Array, "B T"]) -> Hidden:
+    x = _look_up(jnp.asarray(params["embed"]["embedding"]), tokens)
+    return x.astype(config.execution.activation_dtype or x.dtype)
 
 
 @jax.custom_vjp
-def _look_up(table: Any, tokens: Any) -> Any:
+def _look_up(table: Table, tokens: Int[Array, "B T"]) -> Hidden:
     """Return the tokens' rows of the table. Gradients are summed in float32 for any dtype."""
     return table[tokens]
 
 
-def _look_up_forward(table: Any, tokens: Any) -> tuple[Any, Any]:
+def _look_up_forward(
+    table: Table, tokens: Int[Array, "B T"]
+) -> tuple[Hidden, tuple[Table, Int[Array, "B T"]]]:
     return table[tokens], (table, tokens)
 
 
-def _look_up_backward(saved: Any, grad: Any) -> tuple[Any, None]:
+def _look_up_backward(saved: tuple[Table, Int[Array, "B T"]], grad: Hidden) -> tuple[Table, None]:
     table, tokens = saved
     added = jnp.zeros(table.shape, jnp.float32).at[tokens].add(grad.astype(jnp.float32))
     return added.astype(table.dtype), None
@@ -260,19 +244,20 @@ _look_up.defvjp(_look_up_forward, _look_up_backward)
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def init_params(config: DecoderConfig, key: Any, dtype: Any = jnp.float32) -> Params:
     """Return random parameters: normal with standard deviation 0.02, norms 1, biases 0."""
-    x, index = jnp.zeros((1, 1, config.embed_dim)), jnp.zeros((1, 1), jnp.int32)
-    chosen = None if config.num_adapters is None else jnp.zeros(1, jnp.int32)
-    arrays = (x, _rope(config, index), index, None, index, None, chosen)
-    keys = jax.random.split(key, config.num_layers + 2)
+    shape, execution = config.shape, config.execution
+    x, index = jnp.zeros((1, 1, shape.embed_dim)), jnp.zeros((1, 1), jnp.int32)
+    chosen = None if execution.num_adapters is None else jnp.zeros(1, jnp.int32)
+    inputs = LayerInputs(_rope(shape, index), index, None, None, chosen)
+    keys = jax.random.split(key, shape.num_layers + 2)
     parts = {
-        f"layers_{i}": Layer(config).init(keys[i], *arrays)["params"]
-        for i in range(config.num_layers)
+        f"layers_{i}": Layer(config).init(keys[i], x, inputs, None)["params"]
+        for i in range(shape.num_layers)
     }
-    parts["final_norm"] = RMSNorm(config.norm_eps).init(key, x)["params"]
-    table = 0.02 * jax.random.normal(keys[-1], (config.vocab_size, config.embed_dim))
+    parts["final_norm"] = RMSNorm(shape.norm_eps).init(key, x)["params"]
+    table = 0.02 * jax.random.normal(keys[-1], (shape.vocab_size, shape.embed_dim))
     parts["embed"] = {"embedding": table}
-    if not config.tie_embeddings:
-        head = Linear(config.vocab_size, turned=config.turned)
+    if not shape.tie_embeddings:
+        head = Linear(shape.vocab_size, turned=execution.turned)
         parts["head"] = head.init(keys[-2], x)["params"]
     return jax.tree.map(lambda leaf: leaf.astype(dtype), parts)
 
@@ -283,9 +268,9 @@ def param_shapes(config: DecoderConfig) -> Params:
 
     All layers have the same shapes, so only one is traced.
     """
-    one = replace(config, num_layers=1)
+    one = config.with_shape(num_layers=1)
     shapes = jax.eval_shape(lambda: init_params(one, jax.random.key(0)))
-    layers = {f"layers_{i}": shapes["layers_0"] for i in range(config.num_layers)}
+    layers = {f"layers_{i}": shapes["layers_0"] for i in range(config.shape.num_layers)}
     return shapes | layers
 
 
@@ -314,45 +299,47 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
     `sharding.make_gather`, then gets one layer at a time. `adapters` is the adapter index of each
     row. Raises ValueError unless rows choose adapters exactly when the model has several.
     """
-    if (config.num_adapters is None) != (adapters is None):
+    num_adapters = config.execution.num_adapters
+    if (num_adapters is None) != (adapters is None):
         raise InvalidValue(
-            f"the model has num_adapters={config.num_adapters}, but adapters is "
+            f"the model has num_adapters={num_adapters}, but adapters is "
             f"{'None' if adapters is None else 'given'}; pass an adapter index for each row if "
             "and only if the model has several",
             reason="missing" if adapters is None else "conflict",
             key="adapters",
         )
     gather = gather or (lambda params: params)
+    places = None if cache is None else positions
+    inputs = LayerInputs(_rope(config.shape, positions), ends, places, rows, adapters)
     if remat and cache is None:
-        arrays = (tokens, positions, ends, adapters)
-        return _forward_recomputing(params, config, *arrays, gather), None
+        return _forward_recomputing(params, config, tokens, inputs, gather), None
     params = gather(params)
-    x, rope, layers = _embed(params, config, tokens), _rope(config, positions), []
-    for i in range(config.num_layers):
+    x, layers = _embed(params, config, tokens), []
+    for i in range(config.shape.num_layers):
         cached = None if cache is None else cache.layers[i]
-        arrays = (x, rope, ends, cached, positions, rows, adapters)
-        x, cached = _layer(config, params[f"layers_{i}"], *arrays)
+        x, cached = _layer(config, params[f"layers_{i}"], x, inputs, cached)
         layers.append(cached)
     x = _final_norm(params, config, x)
     return x, None if cache is None else KVCache(tuple(layers))
 
 
-def _final_norm(params: Params, config: DecoderConfig, x: Any) -> Any:
-    return RMSNorm(config.norm_eps).apply({"params": params["final_norm"]}, x)
+def _final_norm(params: Params, config: DecoderConfig, x: Hidden) -> Hidden:
+    norm: Any = RMSNorm(config.shape.norm_eps).apply({"params": params["final_norm"]}, x)
+    return norm
 
 
 def unembed(
     params: Params, config: DecoderConfig, hidden: Float[Array, "*rows E"]
 ) -> Float[Array, "*rows V"]:
     """Return float32 logits."""
-    if config.turned:
-        tied = config.tie_embeddings
+    tied = config.shape.tie_embeddings
+    if config.execution.turned:
         kernel = params["embed"]["embedding"] if tied else params["head"]["kernel_t"]
         return matmul_turned(hidden, kernel.astype(hidden.dtype))
-    if config.tie_embeddings:
+    if tied:
         kernel, axis = params["embed"]["embedding"], 1
     else:
         kernel, axis = params["head"]["kernel"], 0
-    if config.activation_dtype:  # JAX's own rule would sum the gradient in bfloat16
+    if config.execution.activation_dtype:  # JAX's own rule would sum the gradient in bfloat16
         return matmul(hidden, kernel, axis)
     return product(hidden, kernel, (hidden.ndim - 1, axis))

@@ -127,13 +127,13 @@ def table() -> str:
     rows = ["| algorithm | paper (arXiv) | `lj.algorithms` | settings of `algorithm.*` |"]
     rows.append("|---|---|---|---|")
     for function in ALGORITHMS:
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"Return the settings of (.+) \((?:arXiv )?(.+)\)\.", function.__doc__ or ""
         )
-        assert found, f"{function.__name__} needs a docstring with a name and a paper"
+        assert match, f"{function.__name__} needs a docstring with a name and a paper"
         settings = " ".join(changed_settings(function()))
         code = f"`{settings}` " if settings else ""
-        rows.append(f"| {found[1]} | {found[2]} | `{function.__name__}()` | {code}|")
+        rows.append(f"| {match[1]} | {match[2]} | `{function.__name__}()` | {code}|")
     return "\n".join(rows)
 
 

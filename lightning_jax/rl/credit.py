@@ -110,8 +110,8 @@ def assign_credit(
                 )
     scheme = choose(algorithm, "credit", SCHEMES)
     if algorithm.has_critic:
-        known = [None] * len(trajectories) if values is None else values
-        calls = [scheme(*pair) for pair in zip(trajectories, known, strict=True)]
+        values_of = [None] * len(trajectories) if values is None else values
+        calls = [scheme(*pair) for pair in zip(trajectories, values_of, strict=True)]
         plain = choose(replace(algorithm, gae_lambda=1.0), "credit", SCHEMES)
         first = [plain(trajectory, None) for trajectory in trajectories]
     else:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from lightning_jax.rl.batch import StateBatch
+from lightning_jax.rl.adapters import AdapterPolicies, vmap_optimizer
+from lightning_jax.rl.batches.batch import StateBatch
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.multi_policy.adapters import AdapterPolicies, vmap_optimizer
 from lightning_jax.types import Leaf
 
 
@@ -117,8 +117,8 @@ def value_loss(
     error = jnp.square(values - states.returns)
     metrics = {}
     if clip > 0.0:
-        held = states.values + jnp.clip(values - states.values, -clip, clip)
-        bounded = jnp.square(held - states.returns)
+        near = states.values + jnp.clip(values - states.values, -clip, clip)
+        bounded = jnp.square(near - states.returns)
         is_cut = (bounded > error).astype(jnp.float32)
         metrics["train/value_clip_fraction"] = (states.weights * is_cut).sum()
         error = jnp.maximum(error, bounded)

@@ -1,12 +1,21 @@
 """Distillation on the policy's own samples: sequences that a teacher scores, and their scores.
 
 A teacher is any model with the policy's vocabulary, or the policy itself with a hint. It reads what
-the policy read, or that and a hint (`hints.py`). At each token that the policy sampled it names the
-tokens that it finds likeliest. The loss is the KL to these (`losses/distill.py`). A teacher that
+the policy read, or that and a hint. At each token that the policy sampled it names the
+tokens that it finds likeliest. The loss is the KL to these (`losses/surrogates.py`). A teacher that
 scores only the sampled tokens gives advantages instead.
+
+The policy never reads a hint. It stands at the end of the last message before a conversation's
+first response, which is the question. Later calls of the conversation have it at the same place, so
+the teacher's sequences of a rollout share their beginnings like the policy's:
+
+    policy    [system][user ... <end>][assistant response]
+    teacher   [system][user ... HINT <end>][assistant response]
+
+Only the prompt ids change. Response ids stay those that the policy sampled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,20 +24,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lightning_jax.models.sharding import batch_sharding, make_gather, put_on_mesh, to_host
-from lightning_jax.models.transformer import DecoderConfig, Params
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.models.mesh import batch_sharding
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import make_gather, put_on_mesh, to_host
+from lightning_jax.models.transformer import Params
+from lightning_jax.rl.batches.batching import make_batches
+from lightning_jax.rl.batches.microbatches import by_sequence, map_bundle, measure
 from lightning_jax.rl.config import BatchConfig
-from lightning_jax.rl.forward_pass import ForwardPass
-from lightning_jax.rl.logprobs import TargetScores
-from lightning_jax.rl.microbatches import by_sequence, map_bundle, measure
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
+from lightning_jax.rl.update.forward_pass import ForwardPass
+from lightning_jax.rl.update.logprobs import TargetScores
 from lightning_jax.types import Advantage, Metrics
 
 Scores = list[TeacherScores | None]  # of each response; None: not scored
+TokenIds = tuple[int, ...]
+# Prompt that the teacher reads, by rollout of the step and the prompt that the policy read.
+HintedPrompts = Mapping[tuple[int, TokenIds], TokenIds]
 
 
-def mix(
+def weigh_teacher(
     sequences: Sequence[TrainingSequence], *, coef: float, reward_coef: float, kl: str = "forward"
 ) -> list[TrainingSequence]:
     """Return the sequences with `coef` for the teacher, and advantages times `reward_coef`.
@@ -102,7 +116,7 @@ def count_unscored(scores: Scores, *, by_server: bool) -> Metrics:
 
 
 @dataclass(frozen=True)
-class Scorer:
+class TeacherScorer:
     """Forward pass of a teacher's weights over a forest, which computes shared tokens once."""
 
     scores_fn: Callable[..., list[TargetScores]]  # of `TrainFunctions`, or of another model
@@ -118,10 +132,10 @@ class Scorer:
         batches, _ = make_batches([_read_by_teacher(item) for item in sequences], self.batch)
         sharded = put_on_mesh(batches, batch_sharding(self.mesh))
         measured = to_host(measure(self.scores_fn, sharded, params, self.top_k))
-        found = by_sequence(batches, measured, len(sequences))
+        all_scores = by_sequence(batches, measured, len(sequences))
         return [
             None if scores is None else _spread(scores, item)
-            for item, scores in zip(sequences, found, strict=True)
+            for item, scores in zip(sequences, all_scores, strict=True)
         ]
 
 
@@ -154,7 +168,7 @@ def make_scorer(
     dtype: str,
     top_k: int = 0,
     num_ids: int | None = None,
-) -> Scorer:
+) -> TeacherScorer:
     """Return the scorer of a model that is not trained, which computes in `dtype`.
 
     It names `top_k` tokens at each target, with ids below `num_ids`.
@@ -169,4 +183,50 @@ def make_scorer(
         num_ids=num_ids,
     )
     scores_fn = jax.jit(map_bundle(forward.scores), static_argnums=3)
-    return Scorer(scores_fn, batch, mesh, top_k)
+    return TeacherScorer(scores_fn, batch, mesh, top_k)
+
+
+def hint_positions(prompts: Sequence[TokenIds], end_id: int) -> list[int | None]:
+    """Return the index at which a hint goes into each prompt of a rollout, None if nowhere.
+
+    `prompts` are in the order of the calls. `end_id` ends a message.
+    """
+    begun: list[TokenIds] = []  # conversations, up to the end of the message before a response
+    positions: list[int | None] = []
+    for prompt in prompts:
+        prefixes = [start for start in begun if prompt[: len(start)] == start]
+        if prefixes:
+            positions.append(max(map(len, prefixes)) - 1)
+        elif end_id in prompt:
+            position = len(prompt) - 1 - prompt[::-1].index(end_id)
+            begun.append(prompt[: position + 1])
+            positions.append(position)
+        else:  # not made of messages
+            positions.append(None)
+    return positions
+
+
+def insert_hints(
+    prompts: Sequence[TokenIds], hint_ids: Sequence[int], end_id: int
+) -> list[TokenIds | None]:
+    """Return each prompt of a rollout with the hint in it, None if it has no position for one."""
+    return [
+        None if position is None else (*prompt[:position], *hint_ids, *prompt[position:])
+        for prompt, position in zip(prompts, hint_positions(prompts, end_id), strict=True)
+    ]
+
+
+def with_hints(
+    sequences: Sequence[TrainingSequence], hinted: HintedPrompts
+) -> list[TrainingSequence]:
+    """Return the sequences with the teacher's prompts. Without one, a sequence has no teacher."""
+    return [_with_hint(sequence, hinted) for sequence in sequences]
+
+
+def _with_hint(sequence: TrainingSequence, hinted: HintedPrompts) -> TrainingSequence:
+    if sequence.rollout is None:
+        return replace(sequence, teacher_coef=0.0)
+    prompt = hinted.get((sequence.rollout, sequence.prompt_token_ids))
+    if prompt is None:
+        return replace(sequence, teacher_coef=0.0)
+    return replace(sequence, teacher_prompt_ids=prompt)

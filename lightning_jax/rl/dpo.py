@@ -15,10 +15,10 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Float
 
-from lightning_jax.rl.batch import Batch
-from lightning_jax.rl.batching import TOO_LARGE, make_sequences, why_dropped
+from lightning_jax.rl.advantages import Pair, pair_signs
+from lightning_jax.rl.batches.batch import Batch
+from lightning_jax.rl.batches.batching import TOO_LARGE, make_sequences, why_dropped
 from lightning_jax.rl.config import BatchConfig
-from lightning_jax.rl.pairs import Pair, pair_signs
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.types import Trajectory
 

@@ -53,10 +53,10 @@ def rollout_gae(
     call without a trained token is one state without a value.
     """
     counts = [max(num_trained(t), 1) if per_token else 1 for t in trajectory.transitions]
-    known = [(0.0,) * count for count in counts] if values is None else values
+    values_of = [(0.0,) * count for count in counts] if values is None else values
     rewards: list[float] = []
     flat: list[float | None] = []
-    for call, count, of_call in zip(trajectory.transitions, counts, known, strict=True):
+    for call, count, of_call in zip(trajectory.transitions, counts, values_of, strict=True):
         rewards += [0.0] * (count - 1) + [call.reward]
         flat += (None,) * count if of_call is None else of_call
     if rewards:
@@ -109,13 +109,13 @@ def learnable_states(
     """
     per_token, discount = algorithm.credit == "learned_token", algorithm.discount
     states, pairs, num_missing = [], [], 0
-    for trajectory, known in zip(trajectories, values, strict=True):
+    for trajectory, values_of in zip(trajectories, values, strict=True):
         knobs = {"per_token": per_token, "discount": discount}
-        returns = rollout_gae(trajectory, known, lam=algorithm.gae_lambda, **knobs)
-        earned = rollout_gae(trajectory, known, lam=1.0, **knobs)
+        returns = rollout_gae(trajectory, values_of, lam=algorithm.gae_lambda, **knobs)
+        earned = rollout_gae(trajectory, values_of, lam=1.0, **knobs)
         calls: list[StateValues | None] = []
-        for call, of_call, (_, wanted), (_, followed) in zip(
-            trajectory.transitions, known, returns, earned, strict=True
+        for call, of_call, (_, target), (_, followed) in zip(
+            trajectory.transitions, values_of, returns, earned, strict=True
         ):
             if of_call is None:
                 calls.append(None)
@@ -123,7 +123,7 @@ def learnable_states(
                 continue
             trained = tuple(i for i, forced in enumerate(call.forced) if not forced)
             positions = trained if per_token else (0,)
-            calls.append(StateValues(positions, of_call, wanted))
+            calls.append(StateValues(positions, of_call, target))
             pairs += zip(of_call, followed, strict=True)
         states.append(tuple(calls))
     return states, _fit(pairs) | {"train/calls_without_value": float(num_missing)}

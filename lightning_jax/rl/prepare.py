@@ -1,17 +1,25 @@
-"""Conversion of a step's trajectories to training sequences with advantages and weights."""
+"""Conversion of a step's trajectories to training sequences with advantages and weights.
+
+Each of several policies learns from its own calls, or from those of all. With `policy_updates`
+"independent", the calls of other policies are part of the environment, as in Agent Lightning (arXiv
+2508.03680). A policy has its own groups, advantages and token weights, the same as if the others
+were frozen. With "joint", a rollout is one sequence of calls by any policy. Credit runs through all
+calls to the common return, and the step has one set of token weights.
+"""
 
 from collections.abc import Mapping, Sequence
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.advantages import group_metrics, step_advantages
-from lightning_jax.rl.batching import make_sequences
+from lightning_jax.models.config import PolicyConfig, policy_indices
+from lightning_jax.rl.advantages import group_metrics, make_pairs, step_advantages
+from lightning_jax.rl.batches.batching import make_sequences
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.credit import assign_credit, drop_overlong, punish_overlong
 from lightning_jax.rl.dpo import pair_sequences
 from lightning_jax.rl.gae import CallValues, learnable_states
-from lightning_jax.rl.pairs import make_pairs
+from lightning_jax.rl.scope import credit_scopes
 from lightning_jax.rl.sequence import TrainingSequence
-from lightning_jax.rl.staleness import drop_stale
+from lightning_jax.rl.token_weights import drop_stale
 from lightning_jax.types import Advantage, Trajectory
 
 
@@ -82,3 +90,37 @@ def _failures_gain(
         if trajectory.is_failed
     ]
     return sum(value > 1e-9 for value in sums) / max(len(sums), 1)
+
+
+def prepare_policies(
+    trajectories: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    policies: Mapping[str, PolicyConfig] | None = None,
+    *,
+    policy_version: int | None = None,
+    values: Sequence[Sequence[CallValues]] | None = None,
+) -> tuple[list[TrainingSequence], dict[str, float]]:
+    """Return (training sequences, metrics) of one policy or of several `policies`.
+
+    This is `prepare_step` for each policy's part: assign credit, compute advantages, drop stale
+    calls and weigh tokens. `policy_version` is by default the newest that sampled a call.
+
+    Adapter indices follow the order of `policies`. Metrics of one policy's part have names such as
+    `train/num_groups/policy=writer`.
+    """
+    policies = policies or {}
+    if policy_version is None:
+        calls = (call for trajectory in trajectories for call in trajectory.transitions)
+        policy_version = max((v for call in calls for v in call.policy_versions), default=0)
+    sequences, metrics = [], {}
+    for scope in credit_scopes(algorithm, policies):
+        of_policy, of_scope = prepare_step(
+            scope.calls(trajectories),
+            algorithm,
+            policy_version=policy_version,
+            values=None if values is None else scope.values(trajectories, values),
+            adapters=policy_indices(policies),
+        )
+        sequences += of_policy
+        metrics |= {f"{name}{scope.suffix}": value for name, value in of_scope.items()}
+    return sequences, metrics

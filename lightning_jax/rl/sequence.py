@@ -76,14 +76,14 @@ class TrainingSequence:
 
     # Of the response, in the distribution that was sampled. (): not known.
     sampling_logprobs: tuple[float, ...] = ()
-    grammar: str | None = None  # that alone shaped the samples (rl/masks.py); None: no such grammar
+    grammar: str | None = None  # that alone shaped the samples (batches/masks.py); None: none
     # Packed masks of the response's tokens, 8 tokens a byte. (): none, or not replayed yet.
     masks: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         fill_default(self, "loss_mask", True, like="response_token_ids")
-        known = [name for name in ("sampling_logprobs", "masks") if getattr(self, name)]
-        check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask", *known)
+        measured = [name for name in ("sampling_logprobs", "masks") if getattr(self, name)]
+        check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask", *measured)
         scored = self.teacher_scores
         if scored is not None and len(scored.logprobs) != len(self.response_token_ids):
             raise InvalidValue(

@@ -16,7 +16,7 @@ from lightning_jax.loading import load_function
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import Outcome, failure, outcome_of, outcome_of_error
 from lightning_jax.settings import ConfigError
-from lightning_jax.system.proxies import go_direct
+from lightning_jax.system.network import go_direct
 from lightning_jax.system.threads import start_thread
 from lightning_jax.types import LLM, Task
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from lightning_jax.rl.staleness import is_stale
+from lightning_jax.rl.token_weights import is_stale
 from lightning_jax.rollouts.audit import audit_metrics
 from lightning_jax.rollouts.compare_tasks import compare_tasks, standard_error
 from lightning_jax.rollouts.config import RolloutConfig

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from lightning_jax.rollouts.agent_child import address_of, faults_of, members
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.system.exhaustion import lacks_resources
+from lightning_jax.system.descriptors import lacks_resources
 from lightning_jax.types import LLM, RolloutStatus
 
 # Folders whose frames say little about an agent's error.

@@ -35,7 +35,7 @@ from lightning_jax.rollouts.visibility import (
 )
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit
-from lightning_jax.system.proxies import with_direct_host
+from lightning_jax.system.network import with_direct_host
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)

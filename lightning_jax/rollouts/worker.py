@@ -28,7 +28,7 @@ from lightning_jax.rollouts.fingerprint import fingerprint
 from lightning_jax.rollouts.leased_work import LeasedWork, as_report, missing_path, stopped
 from lightning_jax.rollouts.outcome import Outcome
 from lightning_jax.rollouts.program import make_agent
-from lightning_jax.system.proxies import go_direct
+from lightning_jax.system.network import go_direct
 from lightning_jax.traces.context import OpenSpan, below, flush_process_tracer, parent_in
 
 log = logging.getLogger(__name__)

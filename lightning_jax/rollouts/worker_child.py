@@ -16,7 +16,7 @@ from typing import Any
 def main(channel: socket.socket, settings: dict[str, Any]) -> None:
     """Work until the trainer closes the socket."""
     from lightning_jax.rollouts.worker import run_from_settings
-    from lightning_jax.system.logs import plain_handler
+    from lightning_jax.system.text import plain_handler
 
     logging.basicConfig(level=logging.WARNING, handlers=[plain_handler()])
     error = asyncio.run(_until_closed(channel, run_from_settings(settings)))

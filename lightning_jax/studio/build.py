@@ -10,7 +10,7 @@ import numpy as np
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, ToolCallParser
 from lightning_jax.gateway.prompt.tool_formats import format_of, mark_ids, open_thought
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
-from lightning_jax.rl.packing import common_prefix
+from lightning_jax.rl.batches.packing import common_prefix
 from lightning_jax.rollouts.failures import failures
 from lightning_jax.studio.exchange import is_remote, remote_call
 from lightning_jax.studio.records import (

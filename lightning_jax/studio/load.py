@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_jax.errors import UserError
-from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
 from lightning_jax.settings import ConfigError, load_config
@@ -150,7 +150,7 @@ class RunReader:
         if self._given_tokenizer is not None:
             return self._given_tokenizer, ""
         # Imports packages of model formats, which the table does not need.
-        from lightning_jax.models.formats.sources import load_tokenizer
+        from lightning_jax.models.formats.find import load_tokenizer
 
         try:
             config = load_config(Config, [str(self._settings)], only=["model"])

@@ -1,4 +1,4 @@
-"""Limit of open files: read it, raise it, and recognize errors from reaching it."""
+"""Limit of open files, and errors from a lack of files, memory or threads."""
 
 import contextlib
 import errno
@@ -11,6 +11,8 @@ RESERVED = 128  # for the store, checkpoints, libraries and the device
 EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
 _original: list[int] = []  # soft limit at the start of this process
+# Words of Python's RuntimeError, which has no error number.
+NO_THREAD = "can't start new thread"
 
 
 def limit_of_files() -> int:
@@ -28,12 +30,12 @@ def raise_limit() -> int:
     """Raise the soft limit of open files as far as possible, up to WANTED, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     _original[:] = _original or [soft]
-    wanted = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
-    while soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
+    while soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             break
-        wanted //= 2  # macOS has a second, lower limit
+        limit //= 2  # macOS has a second, lower limit
     return limit_of_files()
 
 
@@ -63,3 +65,16 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def is_exhausted(error: BaseException) -> bool:
     """Return True if the error was caused by running out of file descriptors."""
     return any(isinstance(cause, OSError) and cause.errno in EXHAUSTED for cause in causes(error))
+
+
+def lacks_resources(error: BaseException) -> bool:
+    """Return True if the error was caused by a lack of memory, threads or file descriptors."""
+    return is_exhausted(error) or any(map(_is_lack, causes(error)))
+
+
+def _is_lack(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and NO_THREAD in map(str, error.args)

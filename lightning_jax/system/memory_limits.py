@@ -41,10 +41,10 @@ def memory_limits(root: Path = Path("/")) -> list[Limit]:
 
 
 def _machine(root: Path, status: dict[str, int]) -> Limit:
-    found = _fields(root / "proc/meminfo")
-    if "MemAvailable" in found:
-        free = found["MemAvailable"] + status.get("VmRSS", 0)
-        size = min(free, found.get("MemTotal", free)) + found.get("SwapFree", 0)
+    fields = _fields(root / "proc/meminfo")
+    if "MemAvailable" in fields:
+        free = fields["MemAvailable"] + status.get("VmRSS", 0)
+        size = min(free, fields.get("MemTotal", free)) + fields.get("SwapFree", 0)
         return Limit(size, "this machine's free memory and swap", "end other programs")
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Limit(size, "this machine's memory", "use a larger machine")
@@ -66,9 +66,9 @@ def _containers(root: Path, status: dict[str, int]) -> Iterator[Limit]:
         for group in (top / inside, *(top / parent for parent in inside.parents)):
             limit = "".join(_lines(group / name)[:1]).strip()
             if limit.isdecimal() and int(limit) < 2**60:  # a larger one is v1's word for no limit
-                held = _fields(group / "memory.stat").get(field, 0) - status.get("RssAnon", 0)
+                others = _fields(group / "memory.stat").get(field, 0) - status.get("RssAnon", 0)
                 file = group / name
-                yield Limit(int(limit) - max(held, 0), f"the container ({file})", f"raise {name}")
+                yield Limit(int(limit) - max(others, 0), f"the container ({file})", f"raise {name}")
 
 
 def _ulimits() -> Iterator[Limit]:
@@ -81,11 +81,11 @@ def _ulimits() -> Iterator[Limit]:
 
 def _fields(path: Path) -> dict[str, int]:
     """Return the numbers of a file of names and values, in bytes."""
-    found = {}
+    fields = {}
     for words in map(str.split, _lines(path)):
         if len(words) > 1 and words[1].isdecimal():
-            found[words[0].rstrip(":")] = int(words[1]) * (1024 if words[-1] == "kB" else 1)
-    return found
+            fields[words[0].rstrip(":")] = int(words[1]) * (1024 if words[-1] == "kB" else 1)
+    return fields
 
 
 def _lines(path: Path) -> list[str]:

@@ -17,8 +17,8 @@ def is_installed(module: str) -> bool:
     """
     if module in sys.modules:
         return True
-    found = importlib.util.find_spec(module)
-    return found is not None and found.origin is not None
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def import_optional(module: str, requirement: str) -> ModuleType:

@@ -1,7 +1,8 @@
 """State that all code of a process shares, and that foreign code in it may change.
 
 Agents that are functions run in the process of the run. A directory, a umask or a filter of
-warnings that one of them leaves behind would be that of the run and of all other agents.
+warnings that one of them leaves behind would be that of the run and of all other agents. So
+would be the handler of a signal.
 """
 
 import contextlib
@@ -16,10 +17,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 PACKAGE = "lightning_jax"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Handler = Callable[[int, FrameType | None], None]
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,19 @@ def _directory() -> str | None:
 
 
 def _umask() -> int:
-    found = os.umask(0o077)  # it can only be read by setting it
-    os.umask(found)
-    return found
+    umask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(umask)
+    return umask
 
 
 def _errors_of_warnings() -> tuple[Any, ...]:
     """Return the filters that turn warnings into errors, which code of others may not expect."""
-    return tuple(found for found in warnings.filters if found[0] == "error")
+    return tuple(rule for rule in warnings.filters if rule[0] == "error")
 
 
 def _forget_errors(kept: tuple[Any, ...]) -> None:
-    left = [found for found in warnings.filters if found[0] != "error" or found in kept]
-    warnings.filters[:] = left  # type: ignore[index]
+    others = [rule for rule in warnings.filters if rule[0] != "error" or rule in kept]
+    warnings.filters[:] = others  # type: ignore[index]
     with warnings.catch_warnings():  # tells the interpreter that they have changed
         pass
 
@@ -78,10 +81,6 @@ def _set_directory(path: str | None) -> None:
         os.chdir(path)
 
 
-def _handlers() -> tuple[Any, ...]:
-    return tuple(map(signal.getsignal, STOP_SIGNALS))
-
-
 def _set_handlers(handlers: tuple[Any, ...]) -> None:
     if threading.current_thread() is threading.main_thread():  # others may not set them
         for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
@@ -103,7 +102,9 @@ PARTS = {
         lambda value: locale.setlocale(locale.LC_ALL, value),
     ),
     "timeout of sockets": _Part(socket.getdefaulttimeout, socket.setdefaulttimeout),
-    "handlers of SIGINT and SIGTERM": _Part(_handlers, _set_handlers),
+    "handlers of SIGINT and SIGTERM": _Part(
+        lambda: tuple(map(signal.getsignal, STOP_SIGNALS)), _set_handlers
+    ),
 }
 
 
@@ -141,3 +142,20 @@ def kept_process() -> Iterator[ProcessState]:
         yield state
     finally:
         state.restore()
+
+
+@contextlib.contextmanager
+def handle_stop_signals(handler: Handler) -> Iterator[None]:
+    """Call `handler` at SIGINT and SIGTERM within the context.
+
+    An ignored signal, as in background jobs, stays ignored.
+    """
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    replaced = {n: before for n, before in handlers.items() if before is not signal.SIG_IGN}
+    for number in replaced:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in replaced.items():
+            signal.signal(number, before)

@@ -1,4 +1,6 @@
-"""Untrusted text of agents, models, tools and files made safe to print. Pure functions."""
+"""Untrusted text of agents, models, tools and files made safe to print and to log."""
+
+import logging
 
 CONTINUED = "  | "  # before each line of a message but the first
 
@@ -33,3 +35,27 @@ def in_one_line(text: str, limit: int = 300) -> str:
     """Return the text without control characters and line ends, cut to `limit` characters."""
     words = " ".join(printable(text[: 4 * limit]).split())
     return words if len(words) <= limit else f"{words[: limit - 3]}..."
+
+
+class PlainFormatter(logging.Formatter):
+    """Formatter of messages as they are, without control characters and forged lines.
+
+    Messages may contain texts of agents.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        return with_marked_lines(super().format(record))
+
+
+def plain_handler() -> logging.Handler:
+    """Return a handler that prints messages to standard error as `PlainFormatter` writes them."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PlainFormatter())
+    return handler
+
+
+def log_plainly() -> None:
+    """Print this package's log messages, and only warnings of other packages."""
+    # force: libraries imported earlier may have configured the root logger.
+    logging.basicConfig(level=logging.WARNING, handlers=[plain_handler()], force=True)
+    logging.getLogger("lightning_jax").setLevel(logging.INFO)

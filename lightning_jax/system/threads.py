@@ -50,13 +50,13 @@ def start_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
     return future
 
 
-class Turns:
+class DeviceTurns:
     """Lock that a thread which takes it again and again leaves to others in between."""
 
     def __init__(self) -> None:
         self._next, self._held = threading.Lock(), threading.Lock()
 
-    def __enter__(self) -> "Turns":
+    def __enter__(self) -> "DeviceTurns":
         with self._next:  # whoever waits for the lock keeps this one
             self._held.acquire()
         return self

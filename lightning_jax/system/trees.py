@@ -111,8 +111,8 @@ def is_within(folder: Path, max_bytes: int, max_files: int, max_depth: int) -> b
 def _entries(path: str, opened: dict[str, int]) -> list[os.DirEntry[str]]:
     """Return the entries of a directory. Add its mode to `opened` if it had to be changed."""
     try:
-        with os.scandir(path) as found:
-            entries = list(found)
+        with os.scandir(path) as names:
+            entries = list(names)
         if entries and not os.access(path, os.X_OK):
             raise PermissionError
         return entries
@@ -120,5 +120,5 @@ def _entries(path: str, opened: dict[str, int]) -> list[os.DirEntry[str]]:
         mode = stat.S_IMODE(os.lstat(path).st_mode)
         os.chmod(path, READABLE)
         opened[path] = mode
-        with os.scandir(path) as found:
-            return list(found)
+        with os.scandir(path) as names:
+            return list(names)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.engine import Engine
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.models.formats.load import LoadedModel

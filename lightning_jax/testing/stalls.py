@@ -92,9 +92,9 @@ async def loop_stalls() -> AsyncIterator[LoopStalls]:
 
 def _run_delays() -> dict[int, float]:
     """Return the seconds each Python thread was ready to run without a CPU, or {} if unknown."""
-    found = {}
+    delays = {}
     for thread in threading.enumerate():
         with contextlib.suppress(OSError, IndexError, ValueError):
             path = Path(f"/proc/self/task/{thread.native_id}/schedstat")
-            found[int(thread.native_id or 0)] = int(path.read_text().split()[1]) / 1e9
-    return found
+            delays[int(thread.native_id or 0)] = int(path.read_text().split()[1]) / 1e9
+    return delays

@@ -33,7 +33,7 @@ class Job:
         except BaseException as error:  # noqa: BLE001  (raised again in the waiting caller)
             self.error = error
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Give the result to the caller, unless it was cancelled. For the event loop's thread."""
         if self.future.done():
             return
@@ -75,7 +75,7 @@ class GroupThread:
             for loop in loops:
                 ended = [job for job in group if job.future.get_loop() is loop]
                 with suppress(RuntimeError):  # the loop is closed, so nothing waits on it
-                    loop.call_soon_threadsafe(_settle, ended)
+                    loop.call_soon_threadsafe(_resolve_all, ended)
 
     def _take(self) -> list[Job]:
         """Return the next group, or [] if no job waits."""
@@ -85,6 +85,6 @@ class GroupThread:
             return [self._waiting.popleft() for _ in range(number)]
 
 
-def _settle(jobs: Sequence[Job]) -> None:
+def _resolve_all(jobs: Sequence[Job]) -> None:
     for job in jobs:
-        job.settle()
+        job.resolve()

@@ -226,17 +226,17 @@ def savepoint(db: sqlite3.Connection) -> Iterator[None]:
 def parse(text: Any, kind: type) -> Any:
     """Return the JSON of a column. Raises StoreError if it is damaged."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise _damaged_value(error) from error
-    if not isinstance(found, kind):
-        raise _damaged_value(f"{type(found).__name__} instead of {kind.__name__}")
-    return found
+    if not isinstance(value, kind):
+        raise _damaged_value(f"{type(value).__name__} instead of {kind.__name__}")
+    return value
 
 
-def _damaged_value(found: object) -> StoreError:
+def _damaged_value(value: object) -> StoreError:
     return StoreError(
-        f"the store has a value that is not what was written ({in_one_line(str(found))}): it is "
+        f"the store has a value that is not what was written ({in_one_line(str(value))}): it is "
         "damaged; move it away or use another run_dir.",
         reason="malformed",
     )

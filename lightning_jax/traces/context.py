@@ -1,4 +1,4 @@
-"""Spans that have begun, and their place among the spans of the agent's own instrumentation.
+"""Spans that have begun, their place among the agent's own spans, and what records them.
 
 Only trace contexts cross this border: in with a request, out to the agent. The process's own tracer
 provider, sampler and exporters stay as the agent's instrumentation set them.
@@ -6,10 +6,10 @@ provider, sampler and exporters stay as the agent's instrumentation set them.
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
@@ -105,3 +105,23 @@ def flush_process_tracer(timeout_ms: int = 5000) -> None:
     flush = getattr(trace.get_tracer_provider(), "force_flush", None)
     if flush is not None:
         flush(timeout_ms)
+
+
+@runtime_checkable
+class SpanSink(Protocol):
+    """Destination of ended spans. Its methods are for an event loop's thread."""
+
+    def next_sequence(self) -> int:
+        """Return the next sequence number, for a span that begins now and is recorded later."""
+        ...
+
+    async def record(self, rollout_id: str | None, *spans: Span) -> None:
+        """Return once the spans are stored, all or none. See `Store.add_span`.
+
+        Raises StoreError if they cannot be.
+        """
+        ...
+
+    async def record_posted(self, rollout_id: str, spans: Sequence[Span]) -> tuple[list[bool], int]:
+        """Record spans whose ids a client chose. See `Store.add_posted_spans`."""
+        ...

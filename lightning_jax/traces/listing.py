@@ -2,11 +2,9 @@
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from sqlite3 import Connection
 from typing import Any, Literal
 
 from lightning_jax.traces._sqlite import one_sentence, open_file, parse
@@ -36,9 +34,10 @@ class Filter:
     def where(self) -> tuple[str, list[object]]:
         """Return a WHERE clause and its values. Superseded rollouts match only by their group."""
         columns = ("phase", "step", "status", "group_id")
-        given = {name: getattr(self, name) for name in columns if getattr(self, name) is not None}
-        clauses = [f"{name} = ?" for name in given]
-        values: list[object] = list(given.values())
+        fields = {name: getattr(self, name) for name in columns}
+        conditions = {name: value for name, value in fields.items() if value is not None}
+        clauses = [f"{name} = ?" for name in conditions]
+        values: list[object] = list(conditions.values())
         if self.group_id is None:
             clauses.append("superseded != 1")
         if self.text:
@@ -82,14 +81,9 @@ class StoreListing:
         with self._lock:
             self._db.close()
 
-    @contextmanager
-    def _reading(self) -> Iterator[Connection]:
-        with self._lock, one_sentence(self.path):
-            yield self._db
-
     def _all(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        with self._reading() as db:
-            return db.execute(query, values).fetchall()
+        with self._lock, one_sentence(self.path):
+            return self._db.execute(query, values).fetchall()
 
     def counts(self) -> dict[str, int]:
         """Return the number of rollouts by status, without superseded ones."""
@@ -105,9 +99,9 @@ class StoreListing:
         query = "SELECT DISTINCT step FROM rollouts WHERE phase = ? ORDER BY step"
         return [step for (step,) in self._all(query, (phase,))]
 
-    def rollouts(self, wanted: Filter, *, limit: int, offset: int = 0) -> list[Rollout]:
+    def rollouts(self, filter_: Filter, *, limit: int, offset: int = 0) -> list[Rollout]:
         """Return a page of the matching rollouts, newest step first."""
-        where, values = wanted.where()
+        where, values = filter_.where()
         rows = self._all(
             f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE {where} "
             "ORDER BY step DESC, phase DESC, group_id, place, attempt LIMIT ? OFFSET ?",
@@ -115,12 +109,12 @@ class StoreListing:
         )
         return [as_rollout(row) for row in rows]
 
-    def keys(self, wanted: Filter) -> list[int]:
+    def keys(self, filter_: Filter) -> list[int]:
         """Return the keys of all matching rollouts for `by_keys`, newest step first.
 
         Reading the pages of a long list by their offset sorts the whole list for each page.
         """
-        where, values = wanted.where()
+        where, values = filter_.where()
         order = "ORDER BY step DESC, phase DESC, group_id, place, attempt"
         return [
             key for (key,) in self._all(f"SELECT rowid FROM rollouts WHERE {where} {order}", values)
@@ -129,8 +123,8 @@ class StoreListing:
     def by_keys(self, keys: Sequence[int]) -> list[Rollout]:
         """Return the rollouts with these keys, in their order. Deleted ones are left out."""
         query = f"SELECT rowid, {ROLLOUT_COLUMNS} FROM rollouts WHERE rowid IN ({marks(keys)})"
-        found = {row[0]: as_rollout(row[1:]) for row in self._all(query, keys)}
-        return [found[key] for key in keys if key in found]
+        by_key = {row[0]: as_rollout(row[1:]) for row in self._all(query, keys)}
+        return [by_key[key] for key in keys if key in by_key]
 
     def rollout(self, rollout_id: str) -> Rollout | None:
         """Return one rollout, or None if there is none with this id."""
@@ -138,29 +132,29 @@ class StoreListing:
         return next(map(as_rollout, self._all(query, (rollout_id,))), None)
 
     def newest(
-        self, wanted: Filter, *, before: int | None = None, limit: int
+        self, filter_: Filter, *, before: int | None = None, limit: int
     ) -> list[tuple[Any, ...]]:
         """Return (cursor, id) of the matching rollouts, the one that was added last first.
 
         `before` is the cursor after which the list continues.
         """
-        where, values = wanted.where()
+        where, values = filter_.where()
         return self._all(
             f"SELECT rowid, rollout_id FROM rollouts WHERE rowid < ? AND {where} "
             "ORDER BY rowid DESC LIMIT ?",
             (2**62 if before is None else before, *values, limit),
         )
 
-    def number(self, wanted: Filter) -> int:
+    def number(self, filter_: Filter) -> int:
         """Return the number of matching rollouts."""
-        where, values = wanted.where()
+        where, values = filter_.where()
         return self._all(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values)[0][0]
 
     def groups(
-        self, wanted: Filter, order: Order, *, limit: int, offset: int = 0
+        self, filter_: Filter, order: Order, *, limit: int, offset: int = 0
     ) -> list[GroupRow]:
         """Return a page of the groups of the matching rollouts."""
-        where, values = wanted.where()
+        where, values = filter_.where()
         rows = self._all(
             "SELECT group_id, task_id, phase, step, COUNT(*), SUM(status LIKE '%failure'), "
             f"AVG(reward), MIN(reward), MAX(reward) FROM rollouts WHERE {where} "
@@ -169,9 +163,9 @@ class StoreListing:
         )
         return [GroupRow(*row) for row in rows]
 
-    def num_groups(self, wanted: Filter) -> int:
+    def num_groups(self, filter_: Filter) -> int:
         """Return the number of groups of the matching rollouts."""
-        where, values = wanted.where()
+        where, values = filter_.where()
         query = f"SELECT COUNT(DISTINCT group_id) FROM rollouts WHERE {where}"
         return self._all(query, values)[0][0]
 
@@ -215,7 +209,7 @@ class StoreListing:
     def neighbors(self, rollout: Rollout) -> dict[str, str]:
         """Return the ids of the rollouts before and after: attempts of a group, groups, steps."""
         here = (rollout.index, rollout.attempt)
-        found = {}
+        neighbors = {}
         for sign, order, name in (("<", "DESC", "previous"), (">", "ASC", "next")):
             queries = {
                 "attempt": (
@@ -236,8 +230,8 @@ class StoreListing:
             for kind, (condition, values) in queries.items():
                 query = f"SELECT rollout_id FROM rollouts WHERE {condition} LIMIT 1"
                 for (rollout_id,) in self._all(query, values):
-                    found[f"{name}_{kind}"] = rollout_id
-        return found
+                    neighbors[f"{name}_{kind}"] = rollout_id
+        return neighbors
 
 
 def _escaped(text: str) -> str:

@@ -151,7 +151,8 @@ def _span(span: OtlpSpan) -> Span:
     values = reader.attributes(span.attributes)
     error = None
     if span.status.code == Status.STATUS_CODE_ERROR:
-        thrown = _exception(span)
+        events = [event for event in span.events if event.name == "exception"]
+        thrown = _Reader().attributes(events[-1].attributes) if events else {}
         error = clip(span.status.message) or str(thrown.get("exception.message", ""))
         values.setdefault(attributes.ERROR_TYPE, str(thrown.get("exception.type", "error")))
     if reader.num_dropped:
@@ -168,11 +169,6 @@ def _span(span: OtlpSpan) -> Span:
     )
 
 
-def _exception(span: OtlpSpan) -> dict[str, Any]:
-    events = [event for event in span.events if event.name == "exception"]
-    return _Reader().attributes(events[-1].attributes) if events else {}
-
-
 class _TooLong(Exception):
     """Attributes of a span with more text than MAX_SPAN_CHARS."""
 
@@ -186,9 +182,9 @@ class _Reader:
 
     def attributes(self, pairs: Sequence[KeyValue]) -> dict[str, Any]:
         """Return the attributes without those that have our own prefix."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for index, pair in enumerate(pairs):
-            if len(found) == MAX_ATTRIBUTES:
+            if len(values) == MAX_ATTRIBUTES:
                 self.num_dropped += len(pairs) - index
                 break
             if pair.key.startswith(RESERVED_PREFIX):
@@ -198,11 +194,11 @@ class _Reader:
                 if len(pair.key) > MAX_KEY_CHARS:
                     raise _TooLong
                 self._take(len(pair.key))
-                found[pair.key] = self._value(pair.value)
+                values[pair.key] = self._value(pair.value)
             except _TooLong:
                 self.num_dropped += 1
                 self._left = left
-        return found
+        return values
 
     def _value(self, value: AnyValue) -> Any:
         kind = value.WhichOneof("value")

@@ -19,7 +19,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
-class Event:
+class RewardEvent:
     """Something that a call caused."""
 
     fact: str
@@ -97,38 +97,38 @@ def observation(call: Transition, transitions: Sequence[Transition], decode: Dec
 
 def find_events(
     spans: Sequence[Span], transitions: Sequence[Transition], facts: set[str], decode: Decode
-) -> Iterator[Event]:
+) -> Iterator[RewardEvent]:
     """Yield events for the requested facts only, because finding them takes time."""
     if facts & {"tool_error", "tool_timeout", "tool_output"}:
         yield from _tool_events(spans)
     if "malformed_call" in facts:
         for span in spans:
             for _ in range(int(span.attributes.get(attributes.MALFORMED_TOOL_CALLS, 0))):
-                yield Event("malformed_call", span.span_id)
+                yield RewardEvent("malformed_call", span.span_id)
     for call in transitions:
         if "cut_short" in facts and call.finish_reason == "length":
-            yield Event("cut_short", call.call_id)
+            yield RewardEvent("cut_short", call.call_id)
         if "response" in facts:
-            yield Event("response", call.call_id, decode(call.response_token_ids))
+            yield RewardEvent("response", call.call_id, decode(call.response_token_ids))
         if "observation" in facts:
             text = observation(call, transitions, decode)
             if text is not None:
-                yield Event("observation", call.call_id, text)
+                yield RewardEvent("observation", call.call_id, text)
 
 
-def _tool_events(spans: Sequence[Span]) -> Iterator[Event]:
+def _tool_events(spans: Sequence[Span]) -> Iterator[RewardEvent]:
     for span, cause in causes(spans):
         call_id = cause.span_id if cause else ""
         if span.error is not None:
             reason = f"{span.attributes.get(attributes.ERROR_TYPE, '')} {span.error}".strip()
-            yield Event("tool_error", call_id, reason)
+            yield RewardEvent("tool_error", call_id, reason)
             if re.search(r"time[d\s_-]*out", reason, re.I):
-                yield Event("tool_timeout", call_id, reason)
+                yield RewardEvent("tool_timeout", call_id, reason)
         elif output := tool_output(span):
-            yield Event("tool_output", call_id, output)
+            yield RewardEvent("tool_output", call_id, output)
 
 
-def _fits(rule: RewardRule, event: Event, agent: str) -> bool:
+def _fits(rule: RewardRule, event: RewardEvent, agent: str) -> bool:
     return (
         rule.fact == event.fact
         and (rule.pattern is None or re.search(rule.pattern, event.text, re.M) is not None)

@@ -266,7 +266,7 @@ class Store:
         """
         _check_result(rollout_id, status, reward, reason)
         with self._transaction() as db:
-            old = [known for known, legal in LEGAL_TRANSITIONS.items() if known and status in legal]
+            old = [name for name, legal in LEGAL_TRANSITIONS.items() if name and status in legal]
             changed = db.execute(
                 "UPDATE rollouts SET status = ?, reward = ?, reason = ?, detail = ?, metrics = ?, "
                 f"worker = ? WHERE rollout_id = ? AND status IN ({marks(old)})",
@@ -675,9 +675,9 @@ def _unknown_rollout(rollout_id: str) -> StoreError:
 
 def _where(**conditions: object) -> tuple[str, list[object]]:
     """Return a WHERE clause for the conditions that are not None, and their values."""
-    given = {name: value for name, value in conditions.items() if value is not None}
-    clause = " AND ".join(f"{name} = ?" for name in given)
-    return (f"WHERE {clause}" if given else ""), list(given.values())
+    values = {name: value for name, value in conditions.items() if value is not None}
+    clause = " AND ".join(f"{name} = ?" for name in values)
+    return (f"WHERE {clause}" if values else ""), list(values.values())
 
 
 def marks(row: Sequence[object]) -> str:

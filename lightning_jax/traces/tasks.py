@@ -15,9 +15,9 @@ def is_unnamed(task: Mapping[str, Any]) -> bool:
     return name is None or name == "" or name != name
 
 
-def free_name(name: str, taken: Container[str]) -> str:
-    """Return the name, with + behind it as often as it takes to differ from those taken."""
-    while name in taken:
+def free_name(name: str, names: Container[str]) -> str:
+    """Return the name, with + behind it as often as it takes to differ from these."""
+    while name in names:
         name += "+"
     return name
 

@@ -6,7 +6,7 @@ Frameworks use names from OpenTelemetry's GenAI conventions or from OpenInferenc
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -66,14 +66,18 @@ def attach_loose_calls(spans: Sequence[Span]) -> list[Span]:
     Such a call goes below the span that encloses it in time and began last. Instrumentation often
     makes a span around a call without sending its context.
     """
-    roots = {span.span_id for span in spans if span.parent_span_id is None}
-    loose = [index for index, span in enumerate(spans) if _is_loose(span, roots)]
+    roots = {"", *(span.span_id for span in spans if span.parent_span_id is None)}
+    loose = [
+        index
+        for index, span in enumerate(spans)
+        if from_gateway(span) and (span.parent_span_id or "") in roots
+    ]
     theirs = [span for span in spans if attributes.ROLLOUT_ID not in span.attributes]
-    found = list(spans)
+    attached = list(spans)
     for index, above in zip(loose, _around([spans[index] for index in loose], theirs), strict=True):
         if above is not None:
-            found[index] = replace(spans[index], parent_span_id=above.span_id)
-    return found
+            attached[index] = replace(spans[index], parent_span_id=above.span_id)
+    return attached
 
 
 def ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
@@ -95,15 +99,15 @@ class Agents:
 
     def of(self, span: Span) -> str:
         """Return the agent named by the span or else by its nearest ancestor, or "" if none is."""
-        found, nameless = "", []
+        name, nameless = "", []
         for ancestor in ancestors(span, self._by_id):
-            found = _first_text(ancestor.attributes, AGENT_NAMES)
-            if found or ancestor.span_id in self._known:
-                found = found or self._known[ancestor.span_id]
+            name = _first_text(ancestor.attributes, AGENT_NAMES)
+            if name or ancestor.span_id in self._known:
+                name = name or self._known[ancestor.span_id]
                 break
             nameless.append(ancestor.span_id)
-        self._known |= dict.fromkeys(nameless, found)
-        return found
+        self._known |= dict.fromkeys(nameless, name)
+        return name
 
 
 def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
@@ -114,7 +118,8 @@ def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
     its own calls.
     """
     by_id = {span.span_id: span for span in spans}
-    calls = sorted(filter(_holds_tokens, spans), key=lambda call: call.end_ns)
+    with_tokens = (s for s in spans if attributes.RESPONSE_TOKEN_IDS in s.attributes)
+    calls = sorted(with_tokens, key=lambda call: call.end_ns)
     below: dict[str, list[Span]] = defaultdict(list)  # calls at or below each span, by their end
     for call in calls:
         for ancestor in islice(ancestors(call, by_id), MAX_DEPTH):
@@ -131,22 +136,13 @@ def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
     return [(span, cause(span)) for span in spans if is_tool(span)]
 
 
-def _holds_tokens(span: Span) -> bool:
-    return attributes.RESPONSE_TOKEN_IDS in span.attributes
-
-
-def _is_loose(span: Span, roots: Set[str]) -> bool:
-    """Return whether a call to the gateway has no parent other than its rollout's root."""
-    return from_gateway(span) and (span.parent_span_id or "") in {*roots, ""}
-
-
 def _around(calls: Sequence[Span], theirs: Sequence[Span]) -> list[Span | None]:
     """Return for each call the span that encloses it in time and began last, or None.
 
     Of spans that began together, it is the one that ends first. Of equal ones, it is the first.
     """
     begun = sorted(reversed(theirs), key=lambda span: (span.start_ns, -span.end_ns))
-    found: list[Span | None] = [None] * len(calls)
+    parents: list[Span | None] = [None] * len(calls)
     open_spans: list[Span] = []  # without spans that end before one that began later
     ends: list[int] = []  # of `open_spans`, negative for `bisect`
     num_begun = 0
@@ -161,8 +157,8 @@ def _around(calls: Sequence[Span], theirs: Sequence[Span]) -> list[Span | None]:
             ends.append(-span.end_ns)
             num_begun += 1
         num_around = bisect_right(ends, -call.end_ns)
-        found[index] = open_spans[num_around - 1] if num_around else None
-    return found
+        parents[index] = open_spans[num_around - 1] if num_around else None
+    return parents
 
 
 def _first_text(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_jax.rl.advantages import stands_out
-from lightning_jax.rl.batching import make_supervised_sequences
+from lightning_jax.rl.batches.batching import make_supervised_sequences
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.conditions import Condition, Value
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_jax.cluster.ray_session import require_ray
 from lightning_jax.loading import check_reference, find_program
-from lightning_jax.models.formats.names import ModelError, local_path, read_chat_template
+from lightning_jax.models.model_files import ModelError, local_path, read_chat_template
 from lightning_jax.rollouts.config import key_of, require_agent
 from lightning_jax.schema import PathKind, inner_section, path_kind
 from lightning_jax.settings import ConfigError, changed_keys, read_saved

@@ -14,16 +14,11 @@ import orbax.checkpoint as ocp
 
 from lightning_jax.errors import UserError
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.train_state import TrainState
+from lightning_jax.rl.update.train_state import TrainState
 from lightning_jax.system.descriptors import causes, is_exhausted
 from lightning_jax.system.files import make_private
 from lightning_jax.system.text import in_one_line
-from lightning_jax.train.checkpoint_files import (
-    find_damage,
-    is_listed,
-    move_into,
-    write_checksums,
-)
+from lightning_jax.train.checkpoint_files import find_damage, is_listed, move_into, write_checksums
 from lightning_jax.train.config import CheckpointConfig
 from lightning_jax.types import Leaf
 

@@ -19,7 +19,7 @@ from lightning_jax.rl.config import (
     DistillConfig,
     OptimizerConfig,
 )
-from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, scopes_of
+from lightning_jax.rl.scope import ALL, PolicyScope, scopes_of
 from lightning_jax.rollouts.config import (
     AGENT,
     INITIAL,

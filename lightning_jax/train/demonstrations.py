@@ -17,14 +17,10 @@ from lightning_jax.gateway.prompt.tool_formats import (
 )
 from lightning_jax.models.config import policy_indices
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.rl.batching import make_supervised_sequences
+from lightning_jax.rl.batches.batching import make_supervised_sequences
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.settings import ConfigError
-from lightning_jax.train.conversations import (
-    Demonstration,
-    read_conversations,
-    unusable,
-)
+from lightning_jax.train.conversations import Demonstration, read_conversations, unusable
 from lightning_jax.types import Message
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # prompt ids, response ids

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_jax.models.formats import peft
 from lightning_jax.models.formats.load import LoadedModel, save_hf, whole_directory
-from lightning_jax.models.lora import merged, one_of
+from lightning_jax.models.lora import merged, one_of, write_peft
 from lightning_jax.models.transformer import Params
 
 
@@ -28,6 +27,6 @@ def export(
 
 def _write(directory: Path, model: LoadedModel, name: str) -> None:
     save_hf(directory / "policy" / name, merged(model))
-    if model.config.lora is not None:
+    if model.config.execution.lora is not None:
         with whole_directory(directory / "policy_adapter" / name) as draft:
-            peft.write(draft, model.config.lora, model.params, model.name)
+            write_peft(draft, model.config.execution.lora, model.params, model.name)

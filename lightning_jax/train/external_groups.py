@@ -18,7 +18,7 @@ from typing import Any
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import brief
 from lightning_jax.gateway.http.external_routes import EndFields, OpenFields
-from lightning_jax.rl.staleness import newest_version
+from lightning_jax.rl.token_weights import newest_version
 from lightning_jax.rollouts.external import EXPIRED, HUNG_UP, ExternalAgents
 from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, group_id

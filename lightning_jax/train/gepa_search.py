@@ -23,9 +23,7 @@ from lightning_jax.rollouts.verdicts import transcript_text, without_middle
 from lightning_jax.system.packages import import_optional
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.tasks import shorten_task
-from lightning_jax.train.chosen_prompts import (
-    Chosen,
-)
+from lightning_jax.train.chosen_prompts import Chosen
 from lightning_jax.train.config import Config
 from lightning_jax.train.prompt_choice import choose_tasks, halves, one_sided_p, replaces
 from lightning_jax.types import Metrics, Rollout, Task

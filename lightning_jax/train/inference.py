@@ -14,7 +14,7 @@ from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.calls.remote import RemoteEngine, remote_routing
 from lightning_jax.models.formats.load import LoadedModel, load_configured, load_like
 from lightning_jax.models.lora import merged, overlay, trained_part
-from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.rollouts.agents import AgentFunction
 from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.config import PromptSearchConfig
@@ -31,12 +31,7 @@ from lightning_jax.train.config import Config
 from lightning_jax.train.directory import find_weights
 from lightning_jax.train.progress import Progress, count_work, show_progress
 from lightning_jax.train.serving import routing_of
-from lightning_jax.train.startup import (
-    guarded_process,
-    load_trainable,
-    open_service,
-    with_dtypes,
-)
+from lightning_jax.train.startup import guarded_process, load_trainable, open_service, with_dtypes
 from lightning_jax.types import Metrics, Rollout, Task
 
 BAR = "{percentage:3.0f}%|{bar:20}|{postfix}"  # the postfix is `Progress.line`

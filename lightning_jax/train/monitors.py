@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lightning_jax.errors import UserError
 from lightning_jax.rl.config import BatchConfig
-from lightning_jax.rl.multi_policy.scope import PolicyScope
+from lightning_jax.rl.scope import PolicyScope
 from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.types import Metrics
 

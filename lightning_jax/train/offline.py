@@ -17,13 +17,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
+from lightning_jax.models.formats.find import load_tokenizer
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.rl.advantages import without_equal_groups
-from lightning_jax.rl.masks import with_masks
-from lightning_jax.rl.multi_policy.prepare import prepare_policies
-from lightning_jax.rl.train_state import TrainState
+from lightning_jax.rl.batches.masks import with_masks
+from lightning_jax.rl.prepare import prepare_policies
+from lightning_jax.rl.update.train_state import TrainState
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
 from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.system.files import make_private, write_whole
@@ -88,7 +88,8 @@ def learn_from_rewards(
     upcoming = cycle(steps)
     with new_run(source, config, num_steps, start) as (config, model):
         learner = phase_updater(model.config, config, supervised=False)
-        grammars = GrammarCompiler.shared(model.tokenizer, model.config.vocab_size, config.serve)
+        vocab_size = model.config.shape.vocab_size
+        grammars = GrammarCompiler.shared(model.tokenizer, vocab_size, config.serve)
         state = learner.init(model.params)
         reference = jax.tree.map(jnp.copy, state.policy) if algorithm.has_reference else None
 

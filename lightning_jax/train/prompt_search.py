@@ -15,11 +15,7 @@ from lightning_jax.rollouts.config import key_of
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.system.packages import import_optional
 from lightning_jax.system.threads import run_in_thread
-from lightning_jax.train.chosen_prompts import (
-    present_prompts,
-    read_chosen,
-    write_chosen,
-)
+from lightning_jax.train.chosen_prompts import present_prompts, read_chosen, write_chosen
 from lightning_jax.train.config import Config
 from lightning_jax.train.gepa_search import PACKAGE, Search
 from lightning_jax.train.prompt_choice import choose_tasks

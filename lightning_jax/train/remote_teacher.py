@@ -16,11 +16,11 @@ import numpy as np
 import openai
 
 from lightning_jax.errors import UserError
-from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.rl.batches.batch import NO_TOKEN
 from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rl.distill import Scores
-from lightning_jax.rl.losses.distill import NO_TOKEN
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
 from lightning_jax.rollouts.chat import missing_v1
 from lightning_jax.settings import ConfigError

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.rl.distill import mix
-from lightning_jax.rl.masks import with_masks
-from lightning_jax.rl.multi_policy.prepare import prepare_policies
-from lightning_jax.rl.noise_scale import noise_metrics
+from lightning_jax.rl.batches.masks import with_masks
+from lightning_jax.rl.distill import weigh_teacher
+from lightning_jax.rl.prepare import prepare_policies
 from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.rl.update.noise_scale import noise_metrics
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.threads import run_in_thread, run_to_end
@@ -80,7 +80,7 @@ class Run:
             config, pipelines, runner, model.tokenizer, self.progress, self.compiling.start
         )
         self.grammars = GrammarCompiler.shared(
-            model.tokenizer, model.config.vocab_size, config.serve
+            model.tokenizer, model.config.shape.vocab_size, config.serve
         )
         self._idle = runner.idle
         self.collector.groups.restore(self.replica.progress)
@@ -265,7 +265,7 @@ class Run:
         """Return (the sequences that a teacher will score, with its hints, metrics)."""
         distill = self.config.distill
         coef = distill.coef_at(self.step - self.config.warmup.num_steps)
-        mixed = mix(sequences, coef=coef, reward_coef=distill.reward_coef, kl=distill.kl)
+        mixed = weigh_teacher(sequences, coef=coef, reward_coef=distill.reward_coef, kl=distill.kl)
         metrics: Metrics = {}
         if self.hints is not None and coef > 0:
             mixed, metrics = self.hints.add(mixed, trajectories, self.collector.tasks)

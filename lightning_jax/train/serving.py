@@ -2,12 +2,7 @@
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    nullcontext,
-)
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 from lightning_jax.cluster.ray_session import ray_session
 from lightning_jax.cluster.sampler import SamplerSpec
 from lightning_jax.cluster.samplers import SampledPolicy, Samplers, SamplersAsEngine
-from lightning_jax.cluster.weights import Sent, copied, on_host
 from lightning_jax.cluster.workers import ClusterWorkers
 from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
@@ -25,9 +19,10 @@ from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.gateway.http.server import is_exposed
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.sharding import serving_mesh
+from lightning_jax.models.mesh import serving_mesh
+from lightning_jax.models.reshard import HostWeights, copy_host_weights, copy_to_host
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.multi_policy.scope import ALL
+from lightning_jax.rl.scope import ALL
 from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.settings import ConfigError
@@ -70,7 +65,8 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
     has_initial = bool(config.initial_users)
     if config.cluster.samplers:
         _check_judges(config)
-        initial = copied(on_host(model.params, config.model.dtype)) if has_initial else None
+        dtype = config.model.dtype
+        initial = copy_host_weights(copy_to_host(model.params, dtype)) if has_initial else None
         return partial(_serve_by_samplers, config, model, store, initial)
     mesh = serving_mesh(config.serve.mesh, config.mesh)
     programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
@@ -144,7 +140,7 @@ def _responders(config: Config, engines: Sequence[Engine]) -> Engine | LoopsByPo
 
 @asynccontextmanager
 async def _serve_by_samplers(
-    config: Config, model: LoadedModel, store: Store, initial: Sent | None, replica: Replica
+    config: Config, model: LoadedModel, store: Store, initial: HostWeights | None, replica: Replica
 ) -> AsyncIterator[Served]:
     async with AsyncExitStack() as at_end:
         ray = at_end.enter_context(ray_session(config.cluster))
@@ -157,7 +153,7 @@ async def _serve_by_samplers(
         at_end.push_async_callback(samplers.end)
         spec = SamplerSpec(
             name=model.name,
-            shape=model.config,
+            config=model.config,
             tokenizer=model.tokenizer,
             serve=replace(config.serve, api_key=gateway.api_key),
             dtype=config.model.dtype,

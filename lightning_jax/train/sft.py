@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_jax.rl.train_state import TrainState
+from lightning_jax.rl.update.train_state import TrainState
 from lightning_jax.rollouts.conditions import Condition
 from lightning_jax.traces.store import Store
 from lightning_jax.train.attempts import (

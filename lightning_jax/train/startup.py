@@ -31,8 +31,8 @@ from lightning_jax.rollouts.scoring import make_scorer
 from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
+from lightning_jax.system.network import go_direct
 from lightning_jax.system.process_state import kept_process
-from lightning_jax.system.proxies import go_direct
 from lightning_jax.traces.store import Store
 from lightning_jax.train.agent_choice import LocalWorkers, choose_trained_agent
 from lightning_jax.train.chosen_prompts import forget_chosen

@@ -17,26 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lightning_jax.cluster.weights import on_host
 from lightning_jax.engine.engine import Engine
 from lightning_jax.models.formats.load import LoadedModel, load_like
 from lightning_jax.models.lora import adapted_facts, pick
-from lightning_jax.models.reshard import reshard
-from lightning_jax.models.sharding import param_shardings, serving_mesh, to_host
+from lightning_jax.models.mesh import serving_mesh
+from lightning_jax.models.reshard import copy_to_host, reshard
+from lightning_jax.models.sharding import param_shardings, to_host
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.distill import (
-    count_unscored,
-    teacher_metrics,
-    waits_for_teacher,
-    with_scores,
-)
+from lightning_jax.rl.distill import count_unscored, teacher_metrics, waits_for_teacher, with_scores
 from lightning_jax.rl.gae import CallValues
-from lightning_jax.rl.multi_policy.scope import PolicyScope, pack, unpack
-from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
+from lightning_jax.rl.scope import PolicyScope, pack_by_policy, unpack_by_policy
 from lightning_jax.rl.sequence import TrainingSequence
-from lightning_jax.rl.train_state import TrainState
-from lightning_jax.rl.train_step import taking_turns
-from lightning_jax.rl.updater import NO_MOMENTS, Updater
+from lightning_jax.rl.update.by_policy import join_metrics, join_values, sequences_of
+from lightning_jax.rl.update.train_state import TrainState
+from lightning_jax.rl.update.train_step import taking_turns
+from lightning_jax.rl.update.updater import NO_MOMENTS, Updater
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import CHECKPOINTS, REFERENCE, WARMUP_BEST
@@ -76,7 +71,7 @@ class Replica:
         self.dispatching: Dispatching = contextlib.nullcontext
         self.scopes = config.weight_scopes
         self.states = self._restore() or self._first_states()
-        self.checkpointer.warn_of_disk(pack(self.scopes, self.states))
+        self.checkpointer.warn_of_disk(pack_by_policy(self.scopes, self.states))
         self.reference = self._first_reference()
         self.teacher = load_teacher(config, model)
 
@@ -216,7 +211,7 @@ class Replica:
 
     def _publish(self, params: Params) -> None:
         if self.config.cluster.samplers:
-            on_host(params, self.config.model.dtype)
+            copy_to_host(params, self.config.model.dtype)
             return
         mesh = serving_mesh(self.config.serve.mesh, self.config.mesh)
         shardings = pick(param_shardings(self.model.config, mesh), params)
@@ -226,7 +221,7 @@ class Replica:
         """Write a checkpoint of this step, unless there is one."""
         if self.checkpointer.latest_step != self.step:
             described = progress | {"adapts": self.adapts}
-            self.checkpointer.save(self.step, pack(self.scopes, self.states), described)
+            self.checkpointer.save(self.step, pack_by_policy(self.scopes, self.states), described)
 
     def whole_params(self, scope: PolicyScope) -> Params:
         """Return the weights of that scope, on the host if they span several processes."""
@@ -276,7 +271,7 @@ class Replica:
         """Load the newest sound checkpoint and its step, or return None if there is none."""
         if self.checkpointer.latest_step is None:
             return None
-        like = pack(self.scopes, self._first_states())
+        like = pack_by_policy(self.scopes, self._first_states())
 
         def read(step: int) -> tuple[int, dict[str, Any], Any]:
             progress = self.checkpointer.progress(step)
@@ -285,7 +280,7 @@ class Replica:
 
         self.step, self.progress, packed = self.checkpointer.read_newest(read)
         log.info("resuming from the checkpoint of step %d in %s", self.step, self.config.run_dir)
-        return unpack(self.scopes, packed)
+        return unpack_by_policy(self.scopes, packed)
 
     def _check_adapts(self, step: int, progress: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless the weights of a checkpoint belong to this model."""
@@ -341,4 +336,4 @@ class Replica:
         saved = [
             replace(state, opt_state=NO_MOMENTS.init(state.params), critic=None) for state in states
         ]
-        where.save(self.step, pack(scopes, saved), {})
+        where.save(self.step, pack_by_policy(scopes, saved), {})

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from lightning_jax.models.formats.load import LoadedModel, load_model
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mesh
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.sharding import param_shardings, put_on_mesh
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.distill import Scorer, Scores, make_scorer
+from lightning_jax.rl.distill import Scores, TeacherScorer, make_scorer
 from lightning_jax.rl.sequence import TrainingSequence
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.train.config import Config
 
 
@@ -32,7 +33,7 @@ class Teacher:
     """Weights of the teacher on the training mesh, and its forward pass."""
 
     params: Params
-    scorer: Scorer
+    scorer: TeacherScorer
 
     def score(self, sequences: Sequence[TrainingSequence]) -> Scores:
         """Return the scores of each sequence. The teacher has no adapters for several policies."""
@@ -51,7 +52,7 @@ def load_teacher(config: Config, model: LoadedModel) -> ScoresTokens | None:
     if config.distill.teacher_url is not None:
         from lightning_jax.train.remote_teacher import connect  # imports openai
 
-        return connect(config.distill, model.tokenizer, model.config.vocab_size)
+        return connect(config.distill, model.tokenizer, model.config.shape.vocab_size)
     name = config.teacher_model
     if name is None:
         return None
@@ -65,7 +66,7 @@ def load_teacher(config: Config, model: LoadedModel) -> ScoresTokens | None:
         mesh=mesh,
         dtype=config.model.dtype,
         top_k=config.distill.num_top,
-        num_ids=model.config.vocab_size,
+        num_ids=model.config.shape.vocab_size,
     )
     return Teacher(params, scorer)
 
@@ -74,14 +75,14 @@ def score_by_policy(
     learner: Updater, params: Params, sequences: Sequence[TrainingSequence], top_k: int
 ) -> Scores:
     """Return the scores of each sequence by the policy's own weights, which read the hints."""
-    scorer = Scorer(learner.functions.scores_fn, learner.batch, learner.mesh, top_k)
+    scorer = TeacherScorer(learner.functions.scores_fn, learner.batch, learner.mesh, top_k)
     return scorer(params, sequences)
 
 
 def check_vocabulary(teacher: LoadedModel, model: LoadedModel) -> None:
     """Raise ModelError unless the teacher reads the token ids of `model` as the same tokens."""
     is_same = teacher.tokenizer.vocabulary == model.tokenizer.vocabulary
-    if not is_same or teacher.config.vocab_size < model.config.vocab_size:
+    if not is_same or teacher.config.shape.vocab_size < model.config.shape.vocab_size:
         raise ModelError(
             f"the teacher {teacher.name!r} has another vocabulary than {model.name!r}, so it "
             "cannot score its tokens; set distill.teacher to a model with the same tokenizer.",

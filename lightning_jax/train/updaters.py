@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_jax.models.sharding import make_mesh
-from lightning_jax.models.transformer import DecoderConfig
-from lightning_jax.rl.multi_policy.adapters import AdapterPolicies
-from lightning_jax.rl.updater import Updater, make_updater
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.rl.adapters import AdapterPolicies
+from lightning_jax.rl.update.updater import Updater, make_updater
 from lightning_jax.train.config import Config
 
 

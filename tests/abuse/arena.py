@@ -12,8 +12,8 @@ from attacker import Attacker
 from honest import Conversation, converse
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.gateway.app import RolloutSettings
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.service import Service

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from arena import warm_engine
 
-from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.runtime import freeze_objects

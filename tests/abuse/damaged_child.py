@@ -33,8 +33,8 @@ from damaged_files import (
 )
 
 from lightning_jax.errors import Coded
+from lightning_jax.models.formats.find import load_tokenizer
 from lightning_jax.models.formats.load import load_model
-from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.train.checkpoint import Checkpointer
 
 

@@ -18,8 +18,7 @@ from gguf import GGUFValueType
 from lightning_jax.models.formats.load import LoadedModel, save_hf
 from lightning_jax.models.formats.param_names import flatten, named_params
 from lightning_jax.rl.config import OptimizerConfig
-from lightning_jax.rl.optimizer import make_optimizer
-from lightning_jax.rl.train_state import TrainState, init_state
+from lightning_jax.rl.update.train_state import TrainState, init_state, make_optimizer
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.checkpoint_files import CHECKSUMS
@@ -64,18 +63,18 @@ def write_files(folder: Path) -> None:
 
 def write_gguf(path: Path, model: LoadedModel, odd: Mapping[str, tuple[Any, ...]] = {}) -> None:
     """Write the model as a GGUF file. `odd` has fields with other values: (value, type, ...)."""
-    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    shape, writer = model.config.shape, gguf.GGUFWriter(path, "llama")
     tokens = sorted(model.tokenizer.vocabulary, key=model.tokenizer.vocabulary.__getitem__)
     tokens[255] = "ab"  # of the merge
     number, text, array = GGUFValueType.UINT32, GGUFValueType.STRING, GGUFValueType.ARRAY
     fields: dict[str, tuple[Any, ...]] = {
-        "llama.embedding_length": (config.embed_dim, number),
-        "llama.feed_forward_length": (config.mlp_dim, number),
-        "llama.block_count": (config.num_layers, number),
-        "llama.attention.head_count": (config.num_heads, number),
-        "llama.attention.head_count_kv": (config.num_kv_heads, number),
-        "llama.context_length": (config.max_positions, number),
-        "llama.attention.layer_norm_rms_epsilon": (config.norm_eps, GGUFValueType.FLOAT32),
+        "llama.embedding_length": (shape.embed_dim, number),
+        "llama.feed_forward_length": (shape.mlp_dim, number),
+        "llama.block_count": (shape.num_layers, number),
+        "llama.attention.head_count": (shape.num_heads, number),
+        "llama.attention.head_count_kv": (shape.num_kv_heads, number),
+        "llama.context_length": (shape.max_positions, number),
+        "llama.attention.layer_norm_rms_epsilon": (shape.norm_eps, GGUFValueType.FLOAT32),
         "tokenizer.ggml.model": ("gpt2", text),
         "tokenizer.ggml.pre": ("gpt-2", text),
         "tokenizer.ggml.tokens": (tokens, array, text),
@@ -89,7 +88,7 @@ def write_gguf(path: Path, model: LoadedModel, odd: Mapping[str, tuple[Any, ...]
     for name, value in (fields | dict(odd)).items():
         writer.add_key_value(name, *value)
     flat = flatten(model.params)
-    for param in named_params(config):
+    for param in named_params(shape):
         rows = np.asarray(flat[param.path])
         rows = np.ascontiguousarray(rows.T if param.transpose else rows)
         kind = None

@@ -22,7 +22,7 @@ from gguf import GGUFValueType
 
 from lightning_jax.models.formats.gguf_file import MAX_TEXTS, open_file
 from lightning_jax.models.formats.load import load_model
-from lightning_jax.models.formats.names import MAX_CHARS, ModelError
+from lightning_jax.models.model_files import MAX_CHARS, ModelError
 
 FILES = int(os.environ.get("FUZZ_FILES", "4000"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from arena import SERVE
 
-from lightning_jax.engine import grammar_process
-from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.grammar import process as grammar_process
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
@@ -107,7 +107,7 @@ def _grammar_processes() -> list[int]:
     found = []
     for server in _children(os.getpid()):
         command = Path(f"/proc/{server}/cmdline").read_bytes()
-        if b"grammar_child.py" in command:
+        if b"grammar/child.py" in command:
             found += _children(server)
     return found
 

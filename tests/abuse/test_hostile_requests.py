@@ -9,17 +9,10 @@ from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession
-from arena import (
-    SERVE,
-    honest_rollout,
-    open_attacker,
-    open_rollout,
-    resident_mib,
-    slowdown,
-)
+from arena import SERVE, honest_rollout, open_attacker, open_rollout, resident_mib, slowdown
 from hostile_requests import CASES, CHAT, Case, chat
 
-from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.stalls import Stall, loop_stalls

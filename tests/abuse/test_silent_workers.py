@@ -10,7 +10,7 @@ import pytest
 from arena import SERVE
 from log_events import records
 
-from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.rollouts.local_workers import open_workers

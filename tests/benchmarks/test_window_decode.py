@@ -1,7 +1,6 @@
 """Tests of the decode measurements and their prototypes on a CPU."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,18 @@ from window.prototype import (
 )
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.programs import start_of
+from lightning_jax.engine.device.programs import start_of
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.sampling import sample
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
-from lightning_jax.models.tiny import tiny_config
-from lightning_jax.models.transformer import DecoderConfig, init_params
+from lightning_jax.models.formats.find import tiny_shape
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import init_params
 
 SLOTS = 3
 FIELDS = ("tokens", "behavior_logprobs", "sampling_logprobs", "tempered_logprobs")
-QWEN3 = replace(tiny_config(), qk_norm=True, tie_embeddings=False)
+TINY = DecoderConfig(tiny_shape())
+QWEN3 = TINY.with_shape(qk_norm=True, tie_embeddings=False)
 IN_CHILD_PROCESSES = ("graph_updates", "skip_temp_135m_64")
 
 
@@ -68,13 +69,13 @@ def _activate(table: Any, slot: int, position: int, heat: float) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [tiny_config(), replace(tiny_config(), qkv_bias=True), QWEN3],
+    [TINY, TINY.with_shape(qkv_bias=True), QWEN3],
     ids=["llama", "qwen2", "qwen3"],
 )
 def test_merged_step_samples_the_engines_tokens(config: DecoderConfig) -> None:
     params = init_params(config, jax.random.key(3))
-    if config.qkv_bias:
-        for i in range(config.num_layers):
+    if config.shape.qkv_bias:
+        for i in range(config.shape.num_layers):
             params[f"layers_{i}"]["q"]["bias"] += 0.3
     engine = SlotPrograms(config, ServeConfig(slots=SLOTS, max_len=32, prefill_buckets=(16,)))
     served, state = engine.put_on_mesh(params), engine.init_state()
@@ -102,7 +103,7 @@ def test_merged_step_samples_the_engines_tokens(config: DecoderConfig) -> None:
 
 
 def test_merged_step_has_twelve_arrays() -> None:
-    config = tiny_config()
+    config = TINY
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     weights = jax.eval_shape(lambda params: merge_weights(params, config), params)
     state = init_merged_state(config, SLOTS, 32, jnp.float32, "cpu")

@@ -14,18 +14,20 @@ from window.update import Work, flops_of, mfu, sequences_of, work_of
 
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.lora import adapted_shape
-from lightning_jax.models.transformer import DecoderConfig
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import BatchConfig
 
 SMALL = DecoderConfig(
-    vocab_size=10,
-    embed_dim=4,
-    mlp_dim=8,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=2,
+    DecoderShape(
+        vocab_size=10,
+        embed_dim=4,
+        mlp_dim=8,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+    )
 )
 
 ONLY_ON_A_GPU = {

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.gateway.app import RolloutSettings
 from lightning_jax.testing.machine import environment
 from lightning_jax.testing.service import Service, run_service

@@ -13,10 +13,10 @@ import toy_agent
 
 from lightning_jax.cluster.delivery import Receipt, store_parcel
 from lightning_jax.cluster.sampler import Sampler, SamplerSpec
-from lightning_jax.cluster.weights import on_host
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import RolloutSettings
 from lightning_jax.gateway.calls.routing import Routing
+from lightning_jax.models.reshard import copy_to_host
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
@@ -26,7 +26,7 @@ MODEL = tiny_model(num_layers=1)
 TASK = {"id": "t", "question": "a"}
 SPEC = SamplerSpec(
     name="tiny",
-    shape=MODEL.config,
+    config=MODEL.config,
     tokenizer=MODEL.tokenizer,
     serve=ServeConfig(slots=4, max_len=64, prefill_buckets=(32,), api_key="the run's"),
     dtype="float32",
@@ -39,7 +39,7 @@ SPEC = SamplerSpec(
 
 @pytest.fixture
 async def sampler() -> AsyncIterator[Sampler]:
-    made = Sampler(SPEC, "127.0.0.1", 100, [(3, [on_host(MODEL.params, "float32")])], None)
+    made = Sampler(SPEC, "127.0.0.1", 100, [(3, [copy_to_host(MODEL.params, "float32")])], None)
     await made.start()
     yield made
     await made.close()
@@ -108,7 +108,7 @@ async def test_new_weights_answer_under_their_version(sampler: Sampler, tmp_path
         async with drained(sampler, store):
             for rollout_id, version in (("one", 4), ("two", 5)):
                 newer = jax.tree.map(lambda leaf: leaf * 1.5, MODEL.params)
-                sent = on_host(newer, "float32") if rollout_id == "one" else None
+                sent = copy_to_host(newer, "float32") if rollout_id == "one" else None
                 assert await sampler.load(0, sent, version) == version
                 llm, _ = sampler.open(RolloutSettings(rollout_id, seed=1))
                 await toy_agent.run(TASK, llm)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_jax.engine.cache.pages import PageCopier, page_bytes
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.pages import PageCopier, page_bytes
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.tiny import tiny_model
 
@@ -35,9 +35,9 @@ def engine(model: LoadedModel) -> SlotPrograms:
 def with_pages(engine: SlotPrograms, num_pages: int) -> SlotPrograms:
     """Return the same compiled engine with another page pool."""
     other = copy.copy(engine)
-    mib = num_pages * page_bytes(engine.config, engine._dtype) / 2**20
+    mib = num_pages * page_bytes(engine.config.shape, engine._dtype) / 2**20
     serve = replace(SERVE, prefix_cache_mib=mib)
-    other.pages = PageCopier(engine.config, serve, engine._dtype, engine._cache)
+    other.pages = PageCopier(engine.config.shape, serve, engine._dtype, engine._cache)
     assert other.pages.num_pages == num_pages
     return other
 

@@ -7,8 +7,8 @@ import pytest
 
 from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.engine import Engine
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.testing.tiny import tiny_model

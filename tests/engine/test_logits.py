@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from lightning_jax.engine.grammar import GrammarCompiler
-from lightning_jax.engine.grammar_process import wait_readable
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
+from lightning_jax.engine.grammar.process import wait_readable
 from lightning_jax.engine.logits import LogitAdjuster, needs_adjusting, only_masks
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.testing.tiny import tiny_tokenizer

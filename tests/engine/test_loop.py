@@ -9,17 +9,17 @@ import pytest
 
 from lightning_jax.engine import batcher
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import Draining, EngineError, PromptTooLong, QueueFull
-from lightning_jax.engine.grammar import GrammarError
+from lightning_jax.engine.grammar.compiler import GrammarError
 from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.testing.tiny import tiny_model, tiny_policies
 
 from .conftest import SERVE, Bench
-from .test_slots import full_logprobs
+from .device.test_slots import full_logprobs
 
 
 def greedy(max_tokens: int = 10, **settings) -> SamplingParams:

@@ -15,7 +15,7 @@ from lightning_jax.engine.replicas import BLOCK, Router, split_by_data
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.sharding import make_mesh
+from lightning_jax.models.mesh import make_mesh
 from lightning_jax.testing.tiny import tiny_model
 
 SERVE = ServeConfig(slots=4, max_len=128, prefill_buckets=(128,))

@@ -3,19 +3,21 @@
 import numpy as np
 import pytest
 
-from lightning_jax.engine.score import Scorer
+from lightning_jax.engine.score import PromptScorer
 from lightning_jax.models.formats.load import LoadedModel
 
-from .test_slots import full_logprobs
+from .device.test_slots import full_logprobs
 
 
 @pytest.fixture(scope="module")
-def scorer(model: LoadedModel) -> Scorer:
-    return Scorer(model.config, (128, 64))
+def scorer(model: LoadedModel) -> PromptScorer:
+    return PromptScorer(model.config, (128, 64))
 
 
 @pytest.mark.parametrize("length", [1, 2, 64, 90])
-def test_scores_are_the_forward_functions(length: int, model: LoadedModel, scorer: Scorer) -> None:
+def test_scores_are_the_forward_functions(
+    length: int, model: LoadedModel, scorer: PromptScorer
+) -> None:
     ids = np.random.default_rng(length).integers(0, 259, length).tolist()
     scores = scorer(model.params, ids)
     table = full_logprobs(model, ids)

@@ -9,9 +9,9 @@ import pytest
 from gateway_bench import Bench, Connect
 from pydantic import BaseModel, ConfigDict
 
-from lightning_jax.engine.grammar import GrammarCompiler
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
+from lightning_jax.rl.batches.masks import with_masks
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.masks import with_masks
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.testing.records import trajectory
 from lightning_jax.traces.convert import spans_to_transitions
@@ -85,7 +85,7 @@ async def test_a_span_has_its_grammar_unless_a_filter_shaped_its_tokens_too(
     sequences, _ = prepare_step([trajectory(*transitions)], AlgorithmConfig(), policy_version=0)
     model = bench.model
     masked, metrics = with_masks(
-        sequences, GrammarCompiler(model.tokenizer, model.config.vocab_size)
+        sequences, GrammarCompiler(model.tokenizer, model.config.shape.vocab_size)
     )
     assert metrics["train/calls_without_mask"] == 0.0
     assert [bool(item.masks) for item in masked] == [True, False, False, False]

@@ -13,7 +13,8 @@ from lightning_jax.models.config import KERNELS, LoraConfig, MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, unflatten
 from lightning_jax.models.lora import adapted, frozen_part, merged, overlay, pick, trained_part
-from lightning_jax.models.sharding import make_mesh, param_shardings
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.transformer import Linear, forward, init_cache, init_params
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model
@@ -41,7 +42,7 @@ def tokens_and_positions():
 
 
 def test_adapters_compute_what_merged_weights_compute():
-    config = dataclasses.replace(MODEL.config, qkv_bias=True, qk_norm=True)
+    config = MODEL.config.with_shape(qkv_bias=True, qk_norm=True)
     biased = dataclasses.replace(
         MODEL, config=config, params=init_params(config, jax.random.key(1))
     )
@@ -61,7 +62,7 @@ def test_prefill_and_decode_use_the_adapters():
     model = with_random_adapters(MODEL)
     tokens, positions = tokens_and_positions()
     expected, _ = run(merged(model).params, MODEL.config, tokens, positions)
-    cache = init_cache(model.config, 2, 32)
+    cache = init_cache(model.config.shape, 2, 32)
     for chunk in (slice(0, 16), *(slice(i, i + 1) for i in range(16, 20))):
         hidden, cache = run(
             model.params, model.config, tokens[:, chunk], positions[:, chunk], cache=cache
@@ -138,7 +139,7 @@ def test_the_gradient_is_that_of_the_chain_rule():
 
 
 def test_an_adapter_lies_as_its_kernel_does_and_its_rank_is_whole():
-    config = dataclasses.replace(MODEL.config, lora=LORA)
+    config = MODEL.config.with_execution(lora=LORA)
     shardings = flatten(param_shardings(config, make_mesh(MeshConfig(1, 4, 2))))
     for name in KERNELS:
         spec = partial(lambda name, leaf: shardings[("layers_0", name, leaf)].spec, name)

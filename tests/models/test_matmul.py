@@ -1,6 +1,5 @@
 """Tests of products and gradients against numpy, and of a model with transposed kernels."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -100,7 +99,7 @@ def test_with_few_rows_the_kernel_stays_on_the_left():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_turned_model_says_the_same(tied):
-    plain = replace(tiny_model(num_layers=1).config, tie_embeddings=tied, qkv_bias=True)
+    plain = tiny_model(num_layers=1).config.with_shape(tie_embeddings=tied, qkv_bias=True)
     plain = adapted_shape(plain, LoraConfig(rank=2))
     params = init_params(plain, jax.random.key(0))
     params = jax.tree.map(lambda leaf: leaf + 0.01, params)  # biases and adapters count
@@ -113,13 +112,13 @@ def test_a_turned_model_says_the_same(tied):
         return unembed(params, config, hidden[0])
 
     want = logits(params, plain)
-    np.testing.assert_allclose(logits(turned, replace(plain, turned=True)), want, atol=1e-5)
+    np.testing.assert_allclose(logits(turned, plain.with_execution(turned=True)), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_with_float32_activations_a_bfloat16_model_differs_by_its_roundings(tied):
-    shape = replace(tiny_model(num_layers=2).config, tie_embeddings=tied)
-    params = init_params(shape, jax.random.key(0), jnp.bfloat16)
+    config = tiny_model(num_layers=2).config.with_shape(tie_embeddings=tied)
+    params = init_params(config, jax.random.key(0), jnp.bfloat16)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     tokens = positions = jnp.arange(9)[None]
 
@@ -128,8 +127,8 @@ def test_with_float32_activations_a_bfloat16_model_differs_by_its_roundings(tied
         hidden, _ = forward(params, config, tokens, positions)
         return hidden, unembed(params, config, hidden[0])
 
-    hidden, found = logits(params, replace(shape, activation_dtype="float32"))
-    (_, want), (low, _) = logits(wide, shape), logits(params, shape)
+    hidden, found = logits(params, config.with_execution(activation_dtype="float32"))
+    (_, want), (low, _) = logits(wide, config), logits(params, config)
     assert hidden.dtype == found.dtype == jnp.float32 and low.dtype == jnp.bfloat16
     error = np.abs(found - want).max() / np.abs(want).max()
     assert 1e-6 < error < 2**-7

@@ -1,6 +1,5 @@
 """Tests of exported adapters against peft's, with arrays from golden/make_peft_golden.py."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -11,10 +10,11 @@ import safetensors.numpy
 from test_golden import GOLDEN, _logits
 
 from lightning_jax.models.config import LoraConfig
-from lightning_jax.models.formats import huggingface, peft
+from lightning_jax.models.formats import huggingface
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import unflatten
-from lightning_jax.models.lora import merged, overlay
+from lightning_jax.models.lora import merged, overlay, write_peft
+from lightning_jax.models.shape import DecoderConfig, Execution
 from lightning_jax.testing.tiny import tiny_tokenizer
 
 OURS = {
@@ -45,12 +45,12 @@ def test_adapters_mean_and_are_written_what_peft_means_and_writes(family: str, t
     golden.pop("logits")
     (tmp_path / "config.json").write_bytes((GOLDEN / f"{family}.json").read_bytes())
     safetensors.numpy.save_file(golden, tmp_path / "model.safetensors")
-    config = huggingface.read_config(tmp_path)
+    shape = huggingface.read_shape(tmp_path)
     modules = {name.rpartition(".")[2]: ours for name, ours in OURS.items()}
     targets = tuple(modules[name] for name in fields["target_modules"])
     lora = LoraConfig(rank=fields["r"], alpha=float(fields["lora_alpha"]), targets=targets)
-    params = overlay(huggingface.read_params(tmp_path, config, "float32"), _adapters(theirs))
-    config = dataclasses.replace(config, lora=lora)
+    params = overlay(huggingface.read_params(tmp_path, shape, "float32"), _adapters(theirs))
+    config = DecoderConfig(shape, Execution(lora=lora))
 
     assert np.abs(logits).max() > 1.0
     ours = _logits(params, config, jnp.asarray(tokens))[:, ::15]
@@ -60,7 +60,7 @@ def test_adapters_mean_and_are_written_what_peft_means_and_writes(family: str, t
         _logits(whole.params, whole.config, jnp.asarray(tokens))[:, ::15], logits, atol=1e-4
     )
 
-    peft.write(tmp_path, lora, params, family)
+    write_peft(tmp_path, lora, params, family)
     written = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
     assert written.keys() == theirs.keys()
     for name, tensor in written.items():

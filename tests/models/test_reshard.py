@@ -1,6 +1,7 @@
 """Tests of copying weights to engines: the result, the copies made, and no read by the host."""
 
 import dataclasses
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,20 +13,21 @@ from jax._src import array as jax_array
 from jax.sharding import Mesh
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.replicas import split_by_data
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models import reshard as module
 from lightning_jax.models.config import LoraConfig, MeshConfig
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import ADAPTER_LEAVES, adapted, trained_part
-from lightning_jax.models.reshard import reshard
-from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mesh
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.reshard import copy_host_weights, copy_to_host, params_from_host, reshard
+from lightning_jax.models.sharding import param_shardings, put_on_mesh
 from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
 MODEL = tiny_model(num_layers=1)
-SHAPE = dataclasses.replace(MODEL.config, vocab_size=264)
+SHAPE = MODEL.config.with_shape(vocab_size=264)
 SERVE = ServeConfig(slots=2, max_len=32, prefill_buckets=(16,))
 
 
@@ -97,7 +99,7 @@ def test_a_copy_in_the_same_dtype_survives_the_donation_of_the_original() -> Non
 
 def replicas(training: Mesh, dtype: str) -> tuple[Any, Engine]:
     """Build weights split over eight devices, and an engine with a replica on each device."""
-    config = dataclasses.replace(SHAPE, tie_embeddings=True)
+    config = SHAPE.with_shape(tie_embeddings=True)
     params = weights(training)
     model = dataclasses.replace(MODEL, config=config, params=params)
     mesh = Mesh(training.devices.reshape(8, 1, 1), training.axis_names)
@@ -109,13 +111,13 @@ def test_engines_of_one_run_gather_once_and_read_nothing_on_the_host(
 ) -> None:
     with jax.transfer_guard_device_to_host("allow"):
         params, engine = replicas(make_mesh(MeshConfig(1, 8, 1)), "bfloat16")
-    gathered, original = [], module.spread
+    gathered, original = [], module.prepare_copy
 
     def counted(*args: Any, **more: Any) -> Any:
         gathered.append(original(*args, **more))
         return gathered[-1]
 
-    monkeypatch.setattr("lightning_jax.engine.slots.spread", counted)
+    monkeypatch.setattr("lightning_jax.engine.device.slots.prepare_copy", counted)
     compiled = module._caster.cache_info().misses
     host_reads.clear()
     engine.publish(params)
@@ -149,12 +151,12 @@ def test_frozen_weights_are_shared_where_they_lie_as_the_engine_reads_them(
         ours = pointers(tree)
         return {path for path, at in pointers(params).items() if ours.get(path) == at}
 
-    kept = engine.put_on_mesh(engine.spread(params, share_base=True))
+    kept = engine.put_on_mesh(engine.prepare_copy(params, share_base=True))
     assert same(kept) == (
         {path for path in flatten(params) if path[-1] not in ADAPTER_LEAVES} if is_shared else set()
     )
     assert same(engine.put_on_mesh(params)) == set()
-    assert same(engine.put_on_mesh(engine.spread(params))) == set()
+    assert same(engine.put_on_mesh(engine.prepare_copy(params))) == set()
     jax.tree.map(lambda leaf: leaf.delete(), trained_part(params))  # an update donates them
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(kept))
 
@@ -168,8 +170,46 @@ def test_devices_that_hold_the_whole_base_share_it_with_their_engine() -> None:
         SlotPrograms(model.config, SERVE, dtype="bfloat16", mesh=part)
         for part in split_by_data(mesh)
     ]
-    spread = engines[0].spread(params, share_base=True)
+    copy = engines[0].prepare_copy(params, share_base=True)
     for number, engine in enumerate(engines):
-        kernel = engine.put_on_mesh(spread)["layers_0"]["q"]["kernel"]
+        kernel = engine.put_on_mesh(copy)["layers_0"]["q"]["kernel"]
         held = params["layers_0"]["q"]["kernel"].addressable_shards[number].data
         assert kernel.unsafe_buffer_pointer() == held.unsafe_buffer_pointer()
+
+
+def are_equal(ours: Any, theirs: Any) -> bool:
+    pairs = zip(flatten(ours).items(), flatten(theirs).items(), strict=True)
+    return all(a == b and bool(jnp.array_equal(x, y)) for (a, x), (b, y) in pairs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_split_weights_arrive_whole_and_cast(dtype: str) -> None:
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    params = put_on_mesh(MODEL.params, param_shardings(MODEL.config, mesh))
+    cast = jax.tree.map(lambda leaf: leaf.astype(dtype), MODEL.params)
+    assert are_equal(params_from_host(copy_to_host(params, dtype)), cast)
+
+
+def test_pickle_takes_all_arrays_out_of_band() -> None:
+    sent, buffers = copy_to_host(MODEL.params, "bfloat16"), list[pickle.PickleBuffer]()
+    pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
+    assert sum(len(memoryview(buffer).cast("B")) for buffer in buffers) == sum(
+        leaf.nbytes // 2 for leaf in jax.tree.leaves(MODEL.params)
+    )
+
+
+def test_adapters_replace_those_of_the_first_weights() -> None:
+    model = adapted(MODEL, LoraConfig(rank=2), seed=0)
+    newer = jax.tree.map(lambda leaf: leaf + 1, trained_part(model.params))
+    whole, adapters = copy_to_host(model.params, "float32"), copy_to_host(newer, "float32")
+    assert len(adapters) < len(whole)
+    merged = params_from_host(whole, adapters)
+    assert are_equal(trained_part(merged), newer) and len(flatten(merged)) == len(whole)
+
+
+def test_a_copy_outlives_what_it_was_made_of() -> None:
+    params = jax.tree.map(jnp.copy, MODEL.params)
+    kept = copy_host_weights(copy_to_host(params, "float32"))
+    jax.tree.map(lambda leaf: leaf.delete(), params)
+    assert are_equal(params_from_host(kept), MODEL.params)
+    assert all(isinstance(array, np.ndarray) for _, array in kept.values())

@@ -11,21 +11,23 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.programs import start_of
-from lightning_jax.engine.slots import Fill, SlotPrograms
+from lightning_jax.engine.device.programs import start_of
+from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import LoraConfig, MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import one_of, trained_part
-from lightning_jax.models.sharding import batch_sharding, make_gather, make_mesh, param_shardings
-from lightning_jax.models.transformer import DecoderConfig, forward
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.models.mesh import batch_sharding, make_mesh
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import make_gather, param_shardings
+from lightning_jax.models.transformer import forward
+from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.losses.objectives import policy_objective
-from lightning_jax.rl.train_state import init_state
-from lightning_jax.rl.train_step import TrainFunctions, make_train_functions, update
+from lightning_jax.rl.update.train_state import init_state
+from lightning_jax.rl.update.train_step import TrainFunctions, make_train_functions, update
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_policies
 

@@ -14,24 +14,14 @@ from coded import raises_coded
 from jax.sharding import PartitionSpec
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
-from lightning_jax.models.sharding import (
-    batch_sharding,
-    cache_sharding,
-    make_mesh,
-    param_shardings,
-    serving_mesh,
-)
-from lightning_jax.models.transformer import (
-    DecoderConfig,
-    forward,
-    init_cache,
-    init_params,
-    unembed,
-)
+from lightning_jax.models.mesh import batch_sharding, make_mesh, serving_mesh
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.models.sharding import cache_sharding, param_shardings
+from lightning_jax.models.transformer import forward, init_cache, init_params, unembed
 from lightning_jax.rl.config import BatchConfig, OptimizerConfig
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
@@ -43,7 +33,7 @@ from lightning_jax.train.updaters import phase_updater
 def _loss(params, config, tokens, positions, ends, remat):
     hidden, _ = forward(params, config, tokens, positions, ends=ends, remat=remat)
     logits = unembed(params, config, hidden)
-    targets = jax.nn.one_hot(jnp.roll(tokens, -1, axis=1), config.vocab_size)
+    targets = jax.nn.one_hot(jnp.roll(tokens, -1, axis=1), config.shape.vocab_size)
     return -(jax.nn.log_softmax(logits) * targets).sum(axis=-1).mean()
 
 
@@ -69,13 +59,13 @@ def test_decode_agrees_on_one_and_eight_devices():
     model = tiny_model(num_layers=1)
     config = model.config
     mesh = make_mesh(MeshConfig(1, 4, 2))
-    cache = init_cache(config, 3, 32)
+    cache = init_cache(config.shape, 3, 32)
     tokens = jnp.array([[5], [6], [7]])
     positions = jnp.array([[0], [0], [32]])
     step = jax.jit(forward, static_argnums=1)
     hidden, _ = step(model.params, config, tokens, positions, cache=cache)
     params = jax.device_put(model.params, param_shardings(config, mesh))
-    cache = jax.device_put(cache, cache_sharding(config, mesh))
+    cache = jax.device_put(cache, cache_sharding(config.shape, mesh))
     sharded, cache = step(params, config, tokens, positions, cache=cache)
     np.testing.assert_allclose(sharded[:2], hidden[:2], atol=1e-5)
     assert np.abs(cache.layers[0].keys[0][0, :, :, 0]).min() > 0
@@ -106,14 +96,16 @@ SIZES = [
     for name, sizes in MESHES.items()
 ]
 SHAPED = DecoderConfig(
-    vocab_size=272,
-    embed_dim=48,
-    mlp_dim=112,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=24,
-    tie_embeddings=False,
+    DecoderShape(
+        vocab_size=272,
+        embed_dim=48,
+        mlp_dim=112,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=24,
+        tie_embeddings=False,
+    )
 )
 ROW_LEN, TARGETS, CHUNK = 40, 20, 10
 STEPS = [
@@ -182,7 +174,7 @@ def test_an_update_in_bfloat16_agrees_on_one_and_eight_devices(sizes):
 
 @pytest.mark.slow
 def test_rematerialised_layers_are_gathered_one_by_one():
-    config, model = settings((1, 8, 1), remat=True), dataclasses.replace(SHAPED, num_layers=2)
+    config, model = settings((1, 8, 1), remat=True), SHAPED.with_shape(num_layers=2)
     grads_fn, _ = lower_step(phase_updater(model, config, supervised=False), config)
     moved = collectives(grads_fn.compile().as_text())
     gathered = {shape for op, shape in moved if op == "all-gather"}
@@ -278,7 +270,7 @@ def test_frozen_weights_have_no_gradient_to_add_up():
     """Check that frozen weights are still gathered, and only adapter gradients are reduced."""
     lora, rank = LoraConfig(rank=5), 5
     learner = phase_updater(
-        dataclasses.replace(SHAPED, lora=lora), settings(MESHES["fsdp"]), supervised=False
+        SHAPED.with_execution(lora=lora), settings(MESHES["fsdp"]), supervised=False
     )
     grads_fn, _ = lower_step(learner, settings(MESHES["fsdp"]))
     moved = collectives(grads_fn.compile().as_text())
@@ -309,7 +301,7 @@ def test_everything_lies_where_the_table_says():
         )
     engine = SlotPrograms(SHAPED, ServeConfig(slots=2, max_len=32), mesh=learner.mesh)
     cache = engine.init_state().cache
-    want = cache_sharding(SHAPED, learner.mesh)
+    want = cache_sharding(SHAPED.shape, learner.mesh)
     assert want.spec == PartitionSpec(None, "tensor", None, None)
     assert all(leaf.sharding.is_equivalent_to(want, 4) for leaf in jax.tree.leaves(cache))
     served = engine.put_on_mesh(state.params)

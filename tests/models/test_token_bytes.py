@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
 from lightning_jax.models.token_bytes import Pieces, longest
-from lightning_jax.testing.tokenizers import sentencepiece
+from lightning_jax.testing.tiny import sentencepiece
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -1,6 +1,5 @@
 """Tests of prefill and decode against a full pass, forests against separate rows, and padding."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -9,14 +8,8 @@ import numpy as np
 from coded import raises_coded
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.transformer import (
-    DecoderConfig,
-    _embed,
-    forward,
-    init_cache,
-    init_params,
-    unembed,
-)
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.models.transformer import _embed, forward, init_cache, init_params, unembed
 from lightning_jax.testing.tiny import tiny_model
 
 LENGTH = 170  # more than one block, and not a multiple of a block
@@ -36,7 +29,7 @@ def test_chunked_prefill_then_decode_equals_one_full_pass():
     tokens, positions = _tokens(2, LENGTH), _depths(2, LENGTH)
     full, none = run(MODEL.params, MODEL.config, tokens, positions)
     assert none is None
-    cache = init_cache(MODEL.config, 2, 200)
+    cache = init_cache(MODEL.config.shape, 2, 200)
     parts = []
     for start, stop in [(0, 150), (150, 166), *((t, t + 1) for t in range(166, LENGTH))]:
         chunk = slice(start, stop)
@@ -50,7 +43,7 @@ def test_chunked_prefill_then_decode_equals_one_full_pass():
 def test_prefill_padding_is_not_written_and_changes_nothing():
     tokens, positions = _tokens(1, 160), _depths(1, 160)
     padded = positions.at[:, 100:].set(256)
-    cache = init_cache(MODEL.config, 1, 256)
+    cache = init_cache(MODEL.config.shape, 1, 256)
     expected, _ = run(MODEL.params, MODEL.config, tokens, positions, cache=cache)
     hidden, cache = run(MODEL.params, MODEL.config, tokens, padded, cache=cache)
     np.testing.assert_allclose(hidden[:, :100], expected[:, :100], atol=1e-5)
@@ -61,7 +54,7 @@ def test_prefill_padding_is_not_written_and_changes_nothing():
 
 def test_decode_rows_are_independent():
     tokens = _tokens(3, 40)
-    cache = init_cache(MODEL.config, 3, 64)
+    cache = init_cache(MODEL.config.shape, 3, 64)
     _, cache = run(MODEL.params, MODEL.config, tokens, _depths(3, 40), cache=cache)
     token, position = _tokens(3, 1, seed=2), jnp.array([[40], [25], [64]])  # the last one is idle
     hidden, after = run(MODEL.params, MODEL.config, token, position, cache=cache)
@@ -107,7 +100,7 @@ def test_layers_without_a_scan_have_its_gradient_and_no_stacked_weights():
     tokens, positions = _tokens(1, LENGTH), _depths(1, LENGTH)
     found = []
     for scans in (True, False):
-        config = dataclasses.replace(model.config, scans_layers=scans)
+        config = model.config.with_execution(scans_layers=scans)
 
         def loss(params, tokens, positions, config=config):
             return forward(params, config, tokens, positions, remat=True)[0].sum()
@@ -143,14 +136,14 @@ def test_bfloat16_stays_bfloat16_and_near_float32():
 
 
 def test_untied_head_and_impossible_shapes():
-    config = DecoderConfig(7, 8, 8, 1, 2, 1, 4, tie_embeddings=False)
+    config = DecoderConfig(DecoderShape(7, 8, 8, 1, 2, 1, 4, tie_embeddings=False))
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
     assert params["head"]["kernel"].shape == (8, 7)
     assert params["layers_0"]["q"]["kernel"].dtype == jnp.bfloat16
     with raises_coded(InvalidValue, "mismatch", "num_heads"):
-        DecoderConfig(7, 8, 8, 1, 3, 2, 4)
+        DecoderShape(7, 8, 8, 1, 3, 2, 4)
     with raises_coded(InvalidValue, "invalid", "head_dim"):
-        DecoderConfig(7, 8, 8, 1, 2, 1, 5)
+        DecoderShape(7, 8, 8, 1, 2, 1, 5)
 
 
 def test_the_gradient_of_a_bfloat16_embedding_is_added_in_float32():

@@ -2,10 +2,18 @@ import numpy as np
 import pytest
 
 from lightning_jax.rl import advantages as rl_advantages
-from lightning_jax.rl.advantages import baselines_of, equal_groups, scales_of
+from lightning_jax.rl.advantages import (
+    baselines_of,
+    equal_groups,
+    make_pairs,
+    pair_signs,
+    scales_of,
+)
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.credit import assign_credit
 from lightning_jax.testing.records import trajectory, transition
+
+DPO = AlgorithmConfig(loss="dpo", dpo_beta=0.5)
 
 
 def step_advantages(step, algorithm, values=None):
@@ -252,3 +260,33 @@ def test_equal_returns_say_something_of_calls():
     assert step_advantages(step, config)[0] == [(0.0, -0.5), (0.0, 0.5)]
     identical = AlgorithmConfig(normalize="none")
     assert step_advantages(step, identical)[0] == [(0.0, 0.0)] * 2
+
+
+def paired(earned: float, *, group: str = "g", version: int = 9, **call):
+    return trajectory(transition([1], [2], version=version, **call), reward=earned, group=group)
+
+
+def test_the_best_are_paired_with_the_worst_of_their_group():
+    step = [
+        *(paired(reward) for reward in (1.0, 0.0, 0.5, 1.0, 0.0)),
+        *(paired(0.3, group="equal") for _ in range(4)),
+        paired(1.0, group="alone"),
+        # A call's own reward also counts.
+        paired(0.0, group="calls"), paired(0.0, group="calls", reward=-0.1),
+    ]  # fmt: skip
+    pairs, num_stale = make_pairs(assign_credit(step, DPO), DPO, policy_version=9)
+    assert (pairs, num_stale) == ([(0, 4), (3, 1), (10, 11)], 0)
+    signs = pair_signs(step, pairs)
+    assert signs == [(1.0,), (-1.0,), (0.0,), (1.0,), (-1.0,), *[(0.0,)] * 5, (1.0,), (-1.0,)]
+
+
+def test_what_cannot_be_compared_has_no_partner():
+    step = [
+        paired(1.0, version=3),  # six steps old
+        trajectory(reward=0.9),  # made no call
+        paired(0.8, forced=(True,)),  # no token was chosen
+        paired(0.5),
+        paired(0.0),
+    ]
+    assert make_pairs(assign_credit(step, DPO), DPO, policy_version=9) == ([(3, 4)], 1)
+    assert make_pairs(assign_credit(step, DPO), DPO, policy_version=7) == ([(0, 4)], 0)

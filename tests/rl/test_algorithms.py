@@ -17,7 +17,7 @@ import pytest
 
 from lightning_jax.rl import algorithms
 from lightning_jax.rl.advantages import step_advantages
-from lightning_jax.rl.batching import make_batches, make_sequences
+from lightning_jax.rl.batches.batching import make_batches, make_sequences
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
 from lightning_jax.rl.credit import assign_credit
 from lightning_jax.rl.dpo import weigh_pairs

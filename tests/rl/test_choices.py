@@ -12,7 +12,7 @@ from coded import raises_coded
 
 from lightning_jax.errors import FieldError, InvalidValue
 from lightning_jax.rl.advantages import BASELINES
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
 from lightning_jax.rl.credit import SCHEMES
 from lightning_jax.rl.losses.objectives import metric_names, policy_objective

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.rl.batch import StateBatch
+from lightning_jax.rl.batches.batch import StateBatch
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.critic import (
     ValueHead,

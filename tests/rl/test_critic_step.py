@@ -12,14 +12,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lightning_jax.models.transformer import forward, unembed
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batching import make_batches
+from lightning_jax.rl.batches.microbatches import bundles, measure
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.critic import Critic, CriticState, ValueHead
 from lightning_jax.rl.losses.objectives import policy_objective
-from lightning_jax.rl.microbatches import bundles, measure
 from lightning_jax.rl.sequence import StateValues, TrainingSequence
-from lightning_jax.rl.train_state import init_state
-from lightning_jax.rl.train_step import make_train_functions, update, zero_accumulators
+from lightning_jax.rl.update.train_state import init_state
+from lightning_jax.rl.update.train_step import make_train_functions, update, zero_accumulators
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 

@@ -11,16 +11,23 @@ import optax
 import pytest
 
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.sharding import make_mesh, param_shardings, put_on_mesh
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.sharding import param_shardings, put_on_mesh
 from lightning_jax.models.transformer import forward, unembed
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batch import NO_TOKEN
+from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import BatchConfig, DistillConfig
-from lightning_jax.rl.distill import count_unscored, make_scorer, mix, teacher_metrics, with_scores
-from lightning_jax.rl.losses.distill import NO_TOKEN
+from lightning_jax.rl.distill import (
+    count_unscored,
+    make_scorer,
+    teacher_metrics,
+    weigh_teacher,
+    with_scores,
+)
 from lightning_jax.rl.losses.objectives import policy_objective
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
-from lightning_jax.rl.train_step import make_train_functions
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.update.train_step import make_train_functions
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 
@@ -119,14 +126,18 @@ def test_a_sequence_that_fits_no_row_is_not_scored_and_learns_without_the_teache
     long = sequence([1] * 20, [2])
     scores = scores_of(SHAPE, [long, SEQUENCES[0]])
     assert scores[0] is None and scores[1] is not None
-    first, second = with_scores(mix([long, SEQUENCES[0]], coef=1.0, reward_coef=1.0), scores)
+    first, second = with_scores(
+        weigh_teacher([long, SEQUENCES[0]], coef=1.0, reward_coef=1.0), scores
+    )
     assert (first.teacher_coef, first.teacher_scores) == (0.0, None)
     assert (second.teacher_coef, second.teacher_scores) == (1.0, scores[1])
 
 
 def test_weights_and_metrics_by_hand():
     per_token = sequence([1], [2, 3], advantage=(1.0, -2.0))
-    mixed = mix([sequence([1], [2, 3], advantage=3.0), per_token], coef=0.5, reward_coef=2.0)
+    mixed = weigh_teacher(
+        [sequence([1], [2, 3], advantage=3.0), per_token], coef=0.5, reward_coef=2.0
+    )
     assert [item.advantage for item in mixed] == [6.0, (2.0, -4.0)]
     assert [item.teacher_coef for item in mixed] == [0.5, 0.5]
     # Behavior log-probs are -0.5 and -0.75. Only the first sequence was scored.
@@ -175,7 +186,7 @@ def learner(devices: int, mesh_config: MeshConfig | None = None) -> Updater:
 
 def taught(kl: str = "sampled") -> list[TrainingSequence]:
     """Return sequences of which every other one was scored, some without an advantage."""
-    mixed = mix(SEQUENCES, coef=0.5, reward_coef=0.0, kl=kl)
+    mixed = weigh_teacher(SEQUENCES, coef=0.5, reward_coef=0.0, kl=kl)
     scores = [scores_alone(TEACHER, item, 0 if kl == "sampled" else TOP_K) for item in mixed]
     return with_scores(mixed, [None if k % 2 else found for k, found in enumerate(scores)])
 
@@ -276,6 +287,6 @@ def test_a_teacher_moves_the_policy_to_what_it_never_samples():
     before = probability(MODEL.params)
     assert before < 0.01
     for scores, moves in ((TeacherScores((logprob,)), False), (names, True)):
-        (taught_item,) = with_scores(mix([item], coef=1.0, reward_coef=0.0), [scores])
+        (taught_item,) = with_scores(weigh_teacher([item], coef=1.0, reward_coef=0.0), [scores])
         params, _ = updated(1, [taught_item])
         assert (probability(params) > 1.2 * before) is moves

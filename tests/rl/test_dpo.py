@@ -9,9 +9,10 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.sharding import make_mesh
+from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.transformer import forward, unembed
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.advantages import make_pairs
+from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
 from lightning_jax.rl.credit import assign_credit
 from lightning_jax.rl.dpo import (
@@ -22,10 +23,9 @@ from lightning_jax.rl.dpo import (
     weigh_pairs,
 )
 from lightning_jax.rl.losses.objectives import policy_objective
-from lightning_jax.rl.pairs import make_pairs
-from lightning_jax.rl.train_state import init_state
-from lightning_jax.rl.train_step import make_train_functions
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.update.train_state import init_state
+from lightning_jax.rl.update.train_step import make_train_functions
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.testing.tiny import tiny_model

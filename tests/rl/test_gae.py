@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
 from lightning_jax.rl.credit import identical, learned, per_step
 from lightning_jax.rl.gae import gae, learnable_states, rollout_gae, state_sequences

@@ -7,8 +7,13 @@ import numpy as np
 from test_distill import SHAPE, TEACHER, alone, assert_same_scores, scores_alone, scores_of
 
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.rl.distill import mix, with_scores
-from lightning_jax.rl.hints import hint_places, insert_hints, with_hints
+from lightning_jax.rl.distill import (
+    hint_positions,
+    insert_hints,
+    weigh_teacher,
+    with_hints,
+    with_scores,
+)
 from lightning_jax.testing.records import sequence
 
 END = 9
@@ -24,14 +29,14 @@ def test_later_calls_have_the_hint_where_the_first_one_has_it():
     first = (1, END, 2, END, 5)
     second = (*first, 7, END, 3, END, 5)
     dropped = (1, END, 2, END, 6, 7, END, 3, END, 5)  # a template that rewrites old responses
-    assert hint_places([first, second, dropped], END) == [3, 3, 3]
+    assert hint_positions([first, second, dropped], END) == [3, 3, 3]
 
 
 def test_another_conversation_has_a_place_of_its_own():
     first, other = (1, 2, END, 5), (4, 4, 4, END, 5)
-    assert hint_places([first, other, (*other, 8, END, 5), first], END) == [2, 3, 3, 2]
+    assert hint_positions([first, other, (*other, 8, END, 5), first], END) == [2, 3, 3, 2]
     # It may begin with the messages of an earlier one.
-    assert hint_places([(*first[:3], 4, END, 5), first], END) == [4, 2]
+    assert hint_positions([(*first[:3], 4, END, 5), first], END) == [4, 2]
 
 
 def test_a_prompt_without_messages_has_no_place():
@@ -64,7 +69,7 @@ def test_scores_are_those_of_the_sampled_ids_after_the_hinted_prompt():
     ]
     items += [dataclasses.replace(items[0], response_token_ids=(3, 8))]  # a sibling
     hinted = {(k, (1, k, END)): (1, k, *HINT, k, END) for k in range(12)}
-    asked = with_hints(mix(items, coef=1.0, reward_coef=0.0), hinted)
+    asked = with_hints(weigh_teacher(items, coef=1.0, reward_coef=0.0), hinted)
     for devices in (None, MeshConfig(1, 1, 1)):
         for item, found in zip(asked, scores_of(SHAPE, asked, devices, 4), strict=True):
             whole = dataclasses.replace(item, prompt_token_ids=item.teacher_prompt_ids)

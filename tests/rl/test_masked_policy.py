@@ -14,19 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.engine.grammar import GrammarCompiler
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
+from lightning_jax.rl.batches.batching import make_batches
+from lightning_jax.rl.batches.masks import mask_metrics, with_masks
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
-from lightning_jax.rl.logprobs import Head, score_nodes
 from lightning_jax.rl.losses.policy import policy_loss
-from lightning_jax.rl.masks import mask_metrics, with_masks
 from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.rl.update.logprobs import Head, score_nodes
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 
 MODEL = tiny_model(num_layers=1)
-CONFIG = dataclasses.replace(MODEL.config, tie_embeddings=False)
-COMPILER = GrammarCompiler(MODEL.tokenizer, CONFIG.vocab_size)
+CONFIG = MODEL.config.with_shape(tie_embeddings=False)
+COMPILER = GrammarCompiler(MODEL.tokenizer, CONFIG.shape.vocab_size)
 LETTERS = tuple(MODEL.tokenizer.encode("abc", special=False))
 END = min(MODEL.tokenizer.eos_ids)
 GRAMMAR = 'start: ("a" | "b" | "c") ("a" | "b" | "c")'
@@ -39,7 +39,7 @@ REINFORCE = AlgorithmConfig(baseline="none", normalize="none", aggregation="cons
 
 def logit_table(lost: float) -> np.ndarray:
     """Return random logits [4, V] of which the grammar takes this share of the mass."""
-    table = np.random.default_rng(1).normal(size=(4, CONFIG.vocab_size))
+    table = np.random.default_rng(1).normal(size=(4, CONFIG.shape.vocab_size))
     weights = np.exp(table)
     allowed = weights[:, LETTERS].sum(axis=1)
     wanted = (weights.sum(axis=1) - allowed) * (1 - lost) / lost

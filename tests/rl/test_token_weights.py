@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 from coded import raises_coded
@@ -6,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.batching import make_sequences
-from lightning_jax.rl.token_weights import split_minibatches, token_weights
+from lightning_jax.rl.batches.batching import make_sequences
+from lightning_jax.rl.token_weights import (
+    drop_stale,
+    newest_version,
+    split_minibatches,
+    token_weights,
+)
 from lightning_jax.testing.records import sequence, trajectory, transition
 
 # Rollouts with calls of 1 and 3 tokens, of 2 tokens, and without calls.
@@ -114,3 +120,26 @@ def test_no_minibatch_is_empty(sizes, number, seed):
     parts = split_minibatches(sequences, number, seed)
     assert len(parts) == min(number, len(sizes)) and all(parts)
     assert sorted(itertools.chain(*numbers(parts))) == list(range(sum(sizes)))
+
+
+def test_stale_calls_are_dropped_and_counted():
+    old, new = transition([1], [2], version=3), transition([1], [3], version=5)
+    step, advantages, num_dropped = drop_stale(
+        [trajectory(old, new), trajectory(old)],
+        [(1.0, 2.0), (3.0,)],
+        policy_version=7,
+        max_staleness=2,
+    )
+    assert [t.transitions for t in step] == [(new,), ()]
+    assert advantages == [(2.0,), ()]
+    assert num_dropped == 2
+
+
+def test_newest_version_is_that_of_the_trained_call_that_is_stale_last():
+    """A call is as old as its oldest token, so version 4 of the second call does not count."""
+    old, mixed = transition([1], [2], version=2), transition([1], [2, 3], version=3)
+    mixed = replace(mixed, policy_versions=(3, 4))
+    frozen = transition([1], [2], version=9, trains=False)
+    assert newest_version([old, mixed, frozen]) == 3
+    assert newest_version([old]) == 2
+    assert newest_version([frozen]) is newest_version([]) is None

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
-from lightning_jax.rl.kl_costs import charge_later_calls
 from lightning_jax.rl.losses.policy import policy_loss
 from lightning_jax.rl.prepare import prepare_step
+from lightning_jax.rl.update.kl_costs import charge_later_calls
 from lightning_jax.testing.records import trajectory, transition
 
 START, MAX_CALLS, GROUP_SIZE = 9, 3, 2

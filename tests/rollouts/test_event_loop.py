@@ -14,7 +14,7 @@ import pytest
 from log_events import events, records
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.rollouts import event_loop
 from lightning_jax.rollouts.agents import Agent, Result, call_foreign, load_agent
 from lightning_jax.rollouts.config import RolloutConfig

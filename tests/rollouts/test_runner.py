@@ -25,8 +25,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from slow_engine import SlowEngine
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.engine import Engine
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rollouts.agents import load_agent

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from lightning_jax.system.logs import PlainFormatter
-from lightning_jax.system.text import in_one_line, with_marked_lines
+from lightning_jax.system.text import PlainFormatter, in_one_line, with_marked_lines
 
 FORGED = "bad\x1b[2J\nstep 9: reward_mean 1.0\r\nerror: \u2028done\x9b1m"
 
@@ -43,7 +42,7 @@ def test_a_text_in_one_line_is_cut() -> None:
 
 def test_the_command_prints_its_log_in_marked_lines() -> None:
     program = (
-        "import logging; from lightning_jax.system.logs import log_plainly; log_plainly(); "
+        "import logging; from lightning_jax.system.text import log_plainly; log_plainly(); "
         f"logging.getLogger('lightning_jax.x').info('%s', {FORGED!r}); "
         f"logging.getLogger('other').warning({FORGED!r})"
     )

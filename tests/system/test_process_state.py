@@ -16,7 +16,12 @@ from typing import Any
 
 import pytest
 
-from lightning_jax.system.process_state import PARTS, ProcessState, kept_process
+from lightning_jax.system.process_state import (
+    PARTS,
+    ProcessState,
+    handle_stop_signals,
+    kept_process,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -109,3 +114,24 @@ def test_the_context_restores_after_an_error(tmp_path: Path) -> None:
         _leave()
         raise KeyError
     assert Path.cwd() == tmp_path
+
+
+def test_both_signals_reach_the_handler_within_the_context() -> None:
+    received = []
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with handle_stop_signals(lambda number, frame: received.append(number)):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert received == [signal.SIGTERM, signal.SIGINT]
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        received = []
+        with handle_stop_signals(lambda number, frame: received.append(number)):
+            signal.raise_signal(signal.SIGTERM)
+        assert not received and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lightning_jax.system.threads import Turns, run_in_thread
+from lightning_jax.system.threads import DeviceTurns, run_in_thread
 
 
 def test_it_returns_and_raises_what_the_function_does() -> None:
@@ -43,7 +43,7 @@ def test_cancelled_it_ends_no_sooner_than_the_function(fails: bool) -> None:
 
 
 def test_a_thread_that_takes_turns_again_and_again_lets_others_in() -> None:
-    turns, is_over, taken = Turns(), threading.Event(), 0
+    turns, is_over, taken = DeviceTurns(), threading.Event(), 0
 
     def again_and_again() -> None:
         while not is_over.is_set():

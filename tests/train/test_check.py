@@ -10,7 +10,7 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.errors import UserError
-from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.train.check import check_start
 from lightning_jax.train.config import Config

@@ -11,8 +11,7 @@ from coded import raises_coded
 from log_events import records
 
 from lightning_jax.rl.config import OptimizerConfig
-from lightning_jax.rl.optimizer import make_optimizer
-from lightning_jax.rl.train_state import TrainState, init_state
+from lightning_jax.rl.update.train_state import TrainState, init_state, make_optimizer
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError
 from lightning_jax.train.checkpoint_files import CHECKSUMS

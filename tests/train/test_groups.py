@@ -19,7 +19,7 @@ from one_device import one_device
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rl.multi_policy.prepare import prepare_policies
+from lightning_jax.rl.prepare import prepare_policies
 from lightning_jax.rollouts.collect import read_trajectories
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.rollouts.runner import make_requests, run_requests

@@ -14,7 +14,7 @@ from toy_agent import unrewarded
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.load import load_model, save_hf
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, DistillConfig
-from lightning_jax.rl.distill import mix
+from lightning_jax.rl.distill import weigh_teacher
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.settings import ConfigError, load_config
@@ -172,7 +172,7 @@ def added(made: Hints, *prompts: list[int], task: dict[str, Any] | None = None):
     calls = [transition(prompt, [4]) for prompt in prompts]
     step = [trajectory(*calls, group="g", rollout="r")]
     sequences, _ = prepare_step(step, AlgorithmConfig(), policy_version=0)
-    mixed = mix(sequences, coef=1.0, reward_coef=1.0)
+    mixed = weigh_teacher(sequences, coef=1.0, reward_coef=1.0)
     return made.add(mixed, step, {"g": task or {"id": "t7", "question": "why"}})
 
 

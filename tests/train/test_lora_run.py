@@ -34,7 +34,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     directory = tmp_path_factory.mktemp("lora") / "tiny"
     model = tiny_model(num_layers=1)
-    config = dataclasses.replace(model.config, tie_embeddings=False)
+    config = model.config.with_shape(tie_embeddings=False)
     params = init_params(config, jax.random.key(0))
     params["head"]["kernel"] = 20.0 * params["head"]["kernel"]
     save_hf(directory, dataclasses.replace(model, config=config, params=params))

@@ -7,7 +7,7 @@ from coded import raises_coded
 from log_events import records
 
 from lightning_jax.rl.config import BatchConfig
-from lightning_jax.rl.multi_policy.scope import PolicyScope
+from lightning_jax.rl.scope import PolicyScope
 from lightning_jax.train.monitors import (
     DropWatch,
     FiniteWatch,

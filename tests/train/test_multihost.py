@@ -20,7 +20,7 @@ from lightning_jax.models.formats.load import load_model, save_hf
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rollouts.config import AgentConfig, PromptSearchConfig, RolloutConfig
 from lightning_jax.settings import ConfigError
-from lightning_jax.system.ports import free_port
+from lightning_jax.system.network import free_port
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.store import Store

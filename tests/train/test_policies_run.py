@@ -152,7 +152,7 @@ def test_a_joint_run_with_a_critic_and_a_warm_up(model_dir: Path, tmp_path: Path
 def test_a_plan_has_room_for_all_adapters(model_dir: Path, tmp_path: Path) -> None:
     config = settings(model_dir, tmp_path)
     model = adapted(load_model(str(model_dir)), LORA, 0, len(NAMES)).config
-    one = make_plan(dataclasses.replace(model, num_adapters=None), config)
+    one = make_plan(model.with_execution(num_adapters=None), config)
     three = make_plan(model, config)
     sizes = [
         {item.name: item.num_bytes for item in each.items}["optimizer moments"]

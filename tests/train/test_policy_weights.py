@@ -12,9 +12,9 @@ import pytest
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import MeshConfig, PolicyConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope, pack, unpack
-from lightning_jax.rl.multi_policy.weights import join_metrics, join_values, sequences_of
+from lightning_jax.rl.scope import ALL, PolicyScope, pack_by_policy, unpack_by_policy
 from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.rl.update.by_policy import join_metrics, join_values, sequences_of
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config, WarmupConfig
@@ -49,9 +49,9 @@ def test_values_of_each_critic_return_to_their_calls() -> None:
 
 
 def test_checkpoints_have_states_by_policy_or_a_single_one() -> None:
-    packed = pack(BOTH_SCOPES, [1, 2])
-    assert packed == {"a": 1, "b": 2} and unpack(BOTH_SCOPES, packed) == [1, 2]
-    assert pack((ALL,), [1]) == 1 and unpack((ALL,), 1) == [1]
+    packed = pack_by_policy(BOTH_SCOPES, [1, 2])
+    assert packed == {"a": 1, "b": 2} and unpack_by_policy(BOTH_SCOPES, packed) == [1, 2]
+    assert pack_by_policy((ALL,), [1]) == 1 and unpack_by_policy((ALL,), 1) == [1]
 
 
 def row(num_tokens: float, entropy: float, **more: float) -> dict[str, float]:

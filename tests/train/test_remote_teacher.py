@@ -18,11 +18,11 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.sharding import make_mesh
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.model_files import ModelError
+from lightning_jax.rl.batches.batch import NO_TOKEN
 from lightning_jax.rl.config import BatchConfig, DistillConfig
 from lightning_jax.rl.distill import make_scorer
-from lightning_jax.rl.losses.distill import NO_TOKEN
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
@@ -31,7 +31,7 @@ from lightning_jax.train.config import Config
 from lightning_jax.train.remote_teacher import RemoteTeacher, TeacherError, connect
 
 MODEL = tiny_model(seed=1, num_layers=1)
-POLICY = (MODEL.tokenizer, MODEL.config.vocab_size)
+POLICY = (MODEL.tokenizer, MODEL.config.shape.vocab_size)
 SEQUENCES = [
     dataclasses.replace(sequence([5, 6, 7], [8, 9]), teacher_coef=1.0),
     dataclasses.replace(

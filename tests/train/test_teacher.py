@@ -10,7 +10,7 @@ from coded import raises_coded
 from test_trainer import TASKS, _config
 
 from lightning_jax.models.formats.load import load_model, save_hf
-from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.rl.config import AlgorithmConfig, DistillConfig
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model
@@ -55,7 +55,7 @@ def test_tokens_that_a_teacher_names():
 
 def test_a_teacher_with_another_vocabulary_is_refused():
     check_vocabulary(tiny_model(seed=1, embed_dim=48), MODEL)
-    smaller = dataclasses.replace(MODEL.config, vocab_size=MODEL.config.vocab_size - 1)
+    smaller = MODEL.config.with_shape(vocab_size=MODEL.config.shape.vocab_size - 1)
     with raises_coded(ModelError, "mismatch", "distill.teacher"):
         check_vocabulary(dataclasses.replace(MODEL, config=smaller), MODEL)
 

@@ -11,15 +11,15 @@ from coded import raises_coded
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.rl.batching import make_batches, make_sequences
+from lightning_jax.rl.batches.batching import make_batches, make_sequences
+from lightning_jax.rl.batches.microbatches import BUNDLE_ON, measure
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rl.microbatches import BUNDLE_ON, measure
-from lightning_jax.rl.noise_scale import estimate_signal, split_halves
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rl.token_weights import split_minibatches
-from lightning_jax.rl.train_state import TrainState
-from lightning_jax.rl.train_step import update, with_old_logprobs, zero_accumulators
-from lightning_jax.rl.updater import Updater, merge_updates
+from lightning_jax.rl.update.noise_scale import estimate_signal, split_halves
+from lightning_jax.rl.update.train_state import TrainState
+from lightning_jax.rl.update.train_step import update, with_old_logprobs, zero_accumulators
+from lightning_jax.rl.update.updater import Updater, merge_updates
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.checkpoint import Checkpointer, CheckpointError

@@ -14,9 +14,9 @@ from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import one_of
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rl.multi_policy.prepare import prepare_policies
+from lightning_jax.rl.prepare import prepare_policies
 from lightning_jax.rl.sequence import TrainingSequence
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_policies
 from lightning_jax.train.config import Config

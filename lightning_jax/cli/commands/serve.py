@@ -14,7 +14,7 @@ from lightning_jax.cli.config import ServerConfig
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue, UserError
 from lightning_jax.models.config import ModelConfig
-from lightning_jax.models.formats.names import local_path
+from lightning_jax.models.model_files import local_path
 
 if TYPE_CHECKING:
     from lightning_jax.gateway.app import Gateway

@@ -33,7 +33,7 @@ class Worker(SettingsCommand):
         from lightning_jax.rollouts.program import make_agent
         from lightning_jax.rollouts.worker import Server, work, worker_name
         from lightning_jax.settings import ConfigError, load_config
-        from lightning_jax.system.proxies import go_direct
+        from lightning_jax.system.network import go_direct
         from lightning_jax.train.check import check_agent
         from lightning_jax.train.config import Config
 

@@ -8,7 +8,7 @@ from lightning_jax.cli.verify.compare import compare_all
 from lightning_jax.cli.verify.report import Report
 from lightning_jax.cli.verify.weights import find_sources
 from lightning_jax.errors import UserError
-from lightning_jax.rl.multi_policy.scope import ALL
+from lightning_jax.rl.scope import ALL
 from lightning_jax.settings import load_config
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config

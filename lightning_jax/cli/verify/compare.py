@@ -14,10 +14,11 @@ from lightning_jax.cli.verify.report import Comparison, VersionReport
 from lightning_jax.cli.verify.weights import WeightsSource
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.models.lora import adapted
-from lightning_jax.models.sharding import batch_sharding, make_mesh, num_row_shards, param_shardings
-from lightning_jax.rl.batch import Batch
-from lightning_jax.rl.logprobs import response_logprobs
-from lightning_jax.rl.multi_policy.scope import ALL, PolicyScope
+from lightning_jax.models.mesh import batch_sharding, make_mesh, num_row_shards
+from lightning_jax.models.sharding import param_shardings
+from lightning_jax.rl.batches.batch import Batch
+from lightning_jax.rl.scope import ALL, PolicyScope
+from lightning_jax.rl.update.logprobs import response_logprobs
 from lightning_jax.train.config import Config
 
 SHORTEST_ROW = 64  # tokens; rows are padded to this times a power of 2, one compile each

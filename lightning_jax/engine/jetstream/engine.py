@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from lightning_jax.engine.device.programs import DecodeState, Start, start_of
+from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.generation import EngineError
-from lightning_jax.engine.programs import DecodeState, Start, start_of
 from lightning_jax.engine.sampling import Sampled
-from lightning_jax.engine.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.attention.kv_cache import KVCache
 from lightning_jax.settings import ConfigError

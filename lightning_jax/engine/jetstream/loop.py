@@ -9,7 +9,8 @@ from typing import Any
 
 from lightning_jax.engine.admission import SlotLoop
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.generation import Delivery, EngineError, Generation, deliver
+from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.generation import ChunkDelivery, EngineError, Generation, deliver
 from lightning_jax.engine.jetstream.engine import (
     JetStreamEngine,
     Prompt,
@@ -18,9 +19,7 @@ from lightning_jax.engine.jetstream.engine import (
     orchestrator,
 )
 from lightning_jax.engine.logits import needs_adjusting
-from lightning_jax.engine.response import Response, SampledToken
-from lightning_jax.engine.slots import SlotPrograms
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import Response, SampledToken, TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.tokenizer import Tokenizer
@@ -57,14 +56,14 @@ class _Channel:
                 version,
             )
         )
-        deliver([Delivery(self._generation, chunk, None)])
+        deliver([ChunkDelivery(self._generation, chunk, None)])
         self._owner.count_token()
         if reason:
             self._end(reason)
 
     def _end(self, reason: FinishReason) -> None:
         self.active.complete[:] = True
-        self._owner.finish(Delivery(self._generation, None, self._response.completion(reason)))
+        self._owner.finish(ChunkDelivery(self._generation, None, self._response.completion(reason)))
 
 
 class JetStreamLoop(SlotLoop[_Channel]):
@@ -187,7 +186,7 @@ class JetStreamLoop(SlotLoop[_Channel]):
         """Count one sampled token. Called by the channels."""
         self._num_tokens += 1
 
-    def finish(self, delivery: Delivery) -> None:
+    def finish(self, delivery: ChunkDelivery) -> None:
         """Deliver the end of a request and close it. Called by the channels."""
         deliver([delivery])
         self._intake.remove([delivery.generation])

@@ -19,9 +19,8 @@ from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import brief
 from lightning_jax.gateway.sessions.open_rollouts import HandledCall
 from lightning_jax.traces import attributes
-from lightning_jax.traces.context import OpenSpan
+from lightning_jax.traces.context import OpenSpan, SpanSink
 from lightning_jax.traces.otlp import clip
-from lightning_jax.traces.sink import SpanSink
 from lightning_jax.types import Span
 
 # Headers of the agent's request that are forwarded. Credentials and hop-by-hop headers are not.

@@ -6,14 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_jax.engine.generation import (
-    Draining,
-    EngineError,
-    PromptTooLong,
-    QueueFull,
-)
-from lightning_jax.engine.grammar import GrammarError
-from lightning_jax.engine.grammar_process import GrammarProcessLost
+from lightning_jax.engine.generation import Draining, EngineError, PromptTooLong, QueueFull
+from lightning_jax.engine.grammar.compiler import GrammarError
+from lightning_jax.engine.grammar.process import GrammarProcessLost
 from lightning_jax.engine.logits import moves_logits, only_masks
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.calls.routing import Route
@@ -23,8 +18,7 @@ from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.gateway.sessions.waits import waiting_for_store
 from lightning_jax.traces import attributes
 from lightning_jax.traces._sqlite import StoreError
-from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.sink import SpanSink
+from lightning_jax.traces.context import OpenSpan, SpanSink
 from lightning_jax.types import Span
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"

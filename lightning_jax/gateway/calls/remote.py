@@ -7,11 +7,11 @@ from typing import NoReturn
 from lightning_jax.engine.admission import LoopStatus
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import EngineError
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import FieldError
 from lightning_jax.gateway.calls.routing import Routing
-from lightning_jax.models.tiny_tokenizer import tiny_tokenizer
+from lightning_jax.models.formats.find import tiny_tokenizer
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.config import RoleConfig

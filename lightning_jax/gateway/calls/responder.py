@@ -11,8 +11,8 @@ from typing import Protocol, runtime_checkable
 from lightning_jax.engine.admission import LoopStatus
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import EngineError, Generation, PromptTooLong
-from lightning_jax.engine.grammar import GrammarError
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.grammar.compiler import GrammarError
+from lightning_jax.engine.response import TimeLimit
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.calls.offload import Offload
@@ -39,8 +39,7 @@ from lightning_jax.gateway.sessions.open_rollouts import AnsweredCall, OpenRollo
 from lightning_jax.gateway.sessions.running_calls import RunningCall
 from lightning_jax.gateway.sessions.waits import Waits
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.sink import SpanSink
+from lightning_jax.traces.context import OpenSpan, SpanSink
 
 Writer = tuple[ToolCallParser | PlainText, AnswerBuilder]  # of one choice
 STANDSTILL = 2  # times the limit of a response: an engine that has not ended it stands still

@@ -25,7 +25,7 @@ from lightning_jax.gateway.sessions.feedback import Reports
 from lightning_jax.gateway.sessions.open_rollouts import HandledCall
 from lightning_jax.gateway.sessions.running_calls import RunningCall, identity_of, is_repetition
 from lightning_jax.gateway.sessions.waits import counted_for
-from lightning_jax.system.exhaustion import lacks_resources
+from lightning_jax.system.descriptors import lacks_resources
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_jax.engine.grammar import grammar, json_schema, literal, one_of, repeat, sequence
+from lightning_jax.engine.grammar.compiler import (
+    grammar,
+    json_schema,
+    literal,
+    one_of,
+    repeat,
+    sequence,
+)
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.prompt.tool_formats import ToolFormat
 from lightning_jax.gateway.request import Function, PolicyRequest

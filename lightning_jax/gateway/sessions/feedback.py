@@ -14,9 +14,8 @@ from lightning_jax.gateway.sessions.open_rollouts import AnsweredCall, OpenRollo
 from lightning_jax.gateway.sessions.owners import Owner, Owners
 from lightning_jax.gateway.sessions.waits import waiting_for_store
 from lightning_jax.traces import attributes
-from lightning_jax.traces.context import OpenSpan, parent_in
+from lightning_jax.traces.context import OpenSpan, SpanSink, parent_in
 from lightning_jax.traces.otlp import MAX_SPAN_BYTES, MAX_SPANS, Export, stored_size
-from lightning_jax.traces.sink import SpanSink
 from lightning_jax.types import Span
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from lightning_jax.gateway.sessions.running_calls import (
     declared_timeout_s,
 )
 from lightning_jax.gateway.sessions.waits import Lost, Waits
-from lightning_jax.traces.context import OpenSpan
-from lightning_jax.traces.sink import SpanSink
+from lightning_jax.traces.context import OpenSpan, SpanSink
 
 EXPIRE_S = 10.0  # for the engine to end the responses of a rollout that meets its deadline
 

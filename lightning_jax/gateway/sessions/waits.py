@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import TimeLimit
 
 PATIENCE_S = 1.0  # a store that takes longer is locked or overloaded
 _CURRENT: ContextVar["Waits | None"] = ContextVar("waits", default=None)

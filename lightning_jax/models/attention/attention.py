@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,21 +11,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lightning_jax.models.attention import blockwise, flash, flash_gpu, flash_tpu
 from lightning_jax.models.attention.blockwise import ENDLESS, MASKED
-from lightning_jax.models.mesh_axes import partition
+from lightning_jax.models.mesh import partition
+from lightning_jax.models.shape import RopeScaling
+
+# Cosine and sine of every angle, in float32.
+RopeTables = tuple[Float[Array, "B T 1 F"], Float[Array, "B T 1 F"]]
 
 _SMALL = 128 * 128  # query-key pairs; up to this many, all scores are computed at once
 _CPU_BLOCK = 128  # the scores of a block fit in a core's cache
 _DEFAULT_BLOCK = 1024  # on other platforms, few large products are faster than many small ones
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's scaling of slow rotary frequencies, for contexts longer than in pretraining."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
 
 
 def rope_frequencies(
@@ -47,13 +40,11 @@ def rope_frequencies(
     return frequencies * (keep + (1.0 - keep) / scaling.factor)
 
 
-def rope_tables(
-    positions: Int[Array, "B T"], frequencies: Float[Array, " F"]
-) -> tuple[Float[Array, "B T 1 F"], Float[Array, "B T 1 F"]]:
-    """Return the float32 cosine and sine of every angle, computed once for all layers."""
+def rope_tables(positions: Int[Array, "B T"], frequencies: Float[Array, " F"]) -> RopeTables:
+    """Return the cosines and sines of these positions, computed once for all layers."""
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
 
-    def by_loop(angles: Any) -> Any:
+    def by_loop(angles: Array) -> tuple[Array, Array]:
         # XLA cannot recompute a loop's result where it is used. Without the loop, XLA on a CPU
         # recomputes cosine and sine for every head of every layer and of its gradient.
         tables = jax.lax.map(
@@ -62,7 +53,7 @@ def rope_tables(
         )
         return tables[0], tables[1]
 
-    def at_once(angles: Any) -> Any:
+    def at_once(angles: Array) -> tuple[Array, Array]:
         return jnp.cos(angles), jnp.sin(angles)
 
     return jax.lax.platform_dependent(angles, cpu=by_loop, default=at_once)
@@ -113,19 +104,22 @@ def attend_blocks(
 
 
 @jax.custom_vjp
-def _attend(*inputs: Any) -> Any:
+def _attend(*inputs: Array) -> Array:
     return _attend_forward(*inputs)[0]
 
 
-def _attend_forward(*inputs: Any) -> Any:
+def _attend_forward(*inputs: Array) -> tuple[Array, tuple[Array, ...]]:
     kernels = blockwise.forward, flash_tpu.forward, flash_gpu.forward
     out, log_sums = _by_platform(*kernels, *inputs)
     return out, (*inputs, out, log_sums)
 
 
-def _attend_backward(saved: Any, out_grad: Any) -> Any:
+def _attend_backward(
+    saved: tuple[Array, ...], out_grad: Array
+) -> tuple[Array, Array, Array, None, None]:
     kernels = blockwise.backward, flash_tpu.backward, flash_gpu.backward
-    return *_by_platform(*kernels, *saved, out_grad), None, None
+    queries, keys, values = _by_platform(*kernels, *saved, out_grad)
+    return queries, keys, values, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -23,7 +23,7 @@ from lightning_jax.models.attention import flash
 from lightning_jax.models.attention.blockwise import MASKED, pad_to
 from lightning_jax.models.attention.flash import Sums, product
 from lightning_jax.models.attention.flash_tpu import list_pairs, split_pair, step_of
-from lightning_jax.models.mesh_axes import partition
+from lightning_jax.models.mesh import partition
 
 SIZE = 128  # the kernels need a cache length that is a multiple of this
 _TPU_SIZES = (512, 256, SIZE)  # tokens of a block; the first is also the most queries of a block

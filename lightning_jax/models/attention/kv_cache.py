@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from lightning_jax.models.attention import flash_cache
 from lightning_jax.models.attention.blockwise import MASKED, pad_to
@@ -27,6 +27,8 @@ from lightning_jax.types import Leaf
 SEGMENT = 256  # tokens of the first segments; reading fewer saves almost nothing
 TOKEN_AXIS = 2  # token axis of a segment of values
 Segments = tuple[Leaf, ...]
+Queries = Float[Array, "B K M D"]  # M queries of each key head
+Rows = Int[Array, " B"]  # of the cache, one for each row of the batch
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +85,7 @@ class KVCache:
         ]
 
 
-def join(parts: Sequence[KVCache]) -> KVCache:
+def join_caches(parts: Sequence[KVCache]) -> KVCache:
     """Concatenate the rows of the parts to one cache."""
     return KVCache(
         tuple(
@@ -151,7 +153,7 @@ def write_cache(
     new_keys: Float[Array, "B T K D"],
     new_values: Float[Array, "B T K D"],
     positions: Int[Array, "B T"],
-    rows: Int[Array, " B"] | None = None,
+    rows: Rows | None = None,
 ) -> LayerCache:
     """Write new tokens at `positions` of these rows, or of the first B rows.
 
@@ -176,16 +178,16 @@ def write_cache(
 class _Part(NamedTuple):
     """Attention to one segment before division by the sum of weights; M queries per key head."""
 
-    highest: Any  # float32 [B K M 1], the largest score
-    total: Any  # float32 [B K M 1], the sum of exp(score - highest)
-    out: Any  # float32 [B K M D]
+    highest: Float32[Array, "B K M 1"]  # the largest score
+    total: Float32[Array, "B K M 1"]  # the sum of exp(score - highest)
+    out: Float32[Array, "B K M D"]
 
 
 def attend_cache(
     queries: Float[Array, "B T H D"],
     layer: LayerCache,
     positions: Int[Array, "B T"],
-    rows: Int[Array, " B"] | None = None,
+    rows: Rows | None = None,
 ) -> Float[Array, "B T H D"]:
     """Return attention to these rows, or to the first B, at indices up to each query's position.
 
@@ -206,7 +208,9 @@ def attend_cache(
     return out.transpose(0, 3, 1, 2, 4).reshape(queries.shape).astype(queries.dtype)
 
 
-def _attend_whole(queries: Any, layer: LayerCache, index: Any, rows: Any) -> Any:
+def _attend_whole(
+    queries: Queries, layer: LayerCache, index: Int[Array, "B T"], rows: Rows | None
+) -> Queries:
     (keys,), (values,) = layer.keys, layer.values
     rows = jnp.arange(len(queries), dtype=jnp.int32) if rows is None else rows
     index = jnp.tile(index, (1, queries.shape[2] // index.shape[1]))
@@ -225,12 +229,20 @@ def _per_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @jax.jit
-def _at_once(queries: Any, keys: Any, values: Any, index: Any, rows: Any) -> Any:
+def _at_once(
+    queries: Queries,
+    keys: Float[Array, "S K C D"],
+    values: Float[Array, "S K C D"],
+    index: Int[Array, "B M"],
+    rows: Rows,
+) -> Queries:
     out = _combine([_attend_rows(queries, keys.swapaxes(2, 3), values, index, rows)])
     return out.astype(queries.dtype)
 
 
-def _attend_segments(queries: Any, layer: LayerCache, index: Any, rows: Any) -> Any:
+def _attend_segments(
+    queries: Queries, layer: LayerCache, index: Int[Array, "B T"], rows: Rows | None
+) -> Float32[Array, "B K M D"]:
     """Attend to each segment and combine the parts as in arXiv 1805.02867."""
     segments = zip(segment_starts(layer.values), layer.keys, layer.values, strict=True)
     parts = []
@@ -242,7 +254,7 @@ def _attend_segments(queries: Any, layer: LayerCache, index: Any, rows: Any) -> 
     return _combine(parts)
 
 
-def _combine(parts: Sequence[_Part]) -> Any:
+def _combine(parts: Sequence[_Part]) -> Float32[Array, "B K M D"]:
     highest = jnp.stack([part.highest for part in parts]).max(axis=0)
     total, out = jnp.zeros_like(highest), jnp.zeros_like(parts[0].out)
     for part in parts:
@@ -251,11 +263,17 @@ def _combine(parts: Sequence[_Part]) -> Any:
     return out / total
 
 
-def _attend_rows(queries: Any, keys: Any, values: Any, index: Any, chosen: Any = None) -> _Part:
+def _attend_rows(
+    queries: Queries,
+    keys: Float[Array, "S K D C"],
+    values: Float[Array, "S K C D"],
+    index: Int[Array, "B T"],
+    chosen: Rows | None = None,
+) -> _Part:
     """Attend to one segment of the chosen rows, or of the first rows."""
     rows, kv_heads, _, size = queries.shape
-    taken = slice(rows) if chosen is None else chosen
-    keys, values = keys[taken], values[taken]
+    indices = slice(rows) if chosen is None else chosen
+    keys, values = keys[indices], values[indices]
     span = values.shape[2]
     wide = jnp.float32
     scores = jnp.einsum("bkmd,bkdc->bkmc", queries, keys, preferred_element_type=wide)
@@ -270,8 +288,14 @@ def _attend_rows(queries: Any, keys: Any, values: Any, index: Any, chosen: Any =
     return _Part(highest, weights.sum(axis=-1, keepdims=True), out.reshape(*scores.shape[:3], size))
 
 
-def _attend_if(queries: Any, keys: Any, values: Any, index: Any, *chosen: Any) -> _Part:
-    def nothing(queries: Any, *_: Any) -> _Part:
+def _attend_if(
+    queries: Queries,
+    keys: Float[Array, "S K D C"],
+    values: Float[Array, "S K C D"],
+    index: Int[Array, "B T"],
+    *chosen: Rows,
+) -> _Part:
+    def nothing(queries: Queries, *_: Array) -> _Part:
         column = jnp.zeros((*queries.shape[:3], 1), jnp.float32)
         return _Part(column + MASKED, column, jnp.zeros(queries.shape, jnp.float32))
 

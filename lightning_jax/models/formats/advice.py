@@ -4,8 +4,7 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.plain_files import read_object
+from lightning_jax.models.model_files import ModelError, read_object
 
 ADAPTER = "adapter_config.json"
 # Weights in formats that are not read here, and other files with such endings.
@@ -33,8 +32,8 @@ def on_no_safetensors(directory: Path) -> str:
     """Return what to do about a model's directory without safetensors files."""
     if (directory / ADAPTER).is_file():
         return adapter_advice(directory)
-    found = (path.name for pattern in _OTHERS for path in directory.glob(pattern))
-    if others := sorted(name for name in found if name not in _NO_WEIGHTS):
+    names = (path.name for pattern in _OTHERS for path in directory.glob(pattern))
+    if others := sorted(name for name in names if name not in _NO_WEIGHTS):
         return (
             f"its weights are in {others[0]}, which is not read, so convert them to safetensors: "
             "load the model with transformers' AutoModelForCausalLM and call save_pretrained"
@@ -91,11 +90,11 @@ def on_missing_weights(
 
 def _absent_part(files: Collection[Path]) -> str:
     """Return the name of a file that is not among those of a model in numbered parts, or ""."""
-    found = {path.name for path in files}
-    for name in sorted(found):
+    names = {path.name for path in files}
+    for name in sorted(names):
         if match := _PART.fullmatch(name):
             stem, _, total, ending = match.groups()
             numbers = range(1, int(total) + 1)
             parts = (f"{stem}-{number:05}-of-{total}{ending}" for number in numbers)
-            return next((part for part in parts if part not in found), "")
+            return next((part for part in parts if part not in names), "")
     return ""

@@ -1,4 +1,4 @@
-"""Conversion of a GGUF file's metadata and quantised weights to our config and float parameters."""
+"""Conversion of a GGUF file's metadata and quantised weights to our shape and float parameters."""
 
 import os
 from collections.abc import Mapping
@@ -11,13 +11,19 @@ import numpy as np
 from gguf import ReaderTensor
 from gguf.quants import dequantize
 
-from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
-from lightning_jax.models.formats.families import find_family, refuse_experts
+from lightning_jax.models.attention.attention import rope_frequencies
+from lightning_jax.models.formats.families import (
+    checked_shape,
+    find_family,
+    impossible,
+    refuse_experts,
+    require_positive,
+)
 from lightning_jax.models.formats.gguf_file import Contents, lacks
-from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.formats.param_names import NamedParam, named_params, unflatten
-from lightning_jax.models.formats.shape_check import checked_config, impossible, require_positive
-from lightning_jax.models.transformer import DecoderConfig, Params
+from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.shape import DecoderShape, RopeScaling
+from lightning_jax.models.transformer import Params
 
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 WHERE = "the GGUF file"
@@ -38,7 +44,7 @@ COMPARED_ROWS = 64  # of the embedding and the output weights
 MAX_ROUNDING = 0.15
 
 
-def read_config(file: Contents) -> DecoderConfig:
+def read_shape(file: Contents) -> DecoderShape:
     """Read the model's shape. Raises ModelError for one that this decoder cannot compute."""
     name = file.needed("general.architecture", str)
     _refuse_other_kinds(file, name)
@@ -57,7 +63,7 @@ def read_config(file: Contents) -> DecoderConfig:
     factors = tensors.get("rope_freqs.weight")
     kind = file.needed(f"{name}.rope.scaling.type", str, "none") if factors is None else "none"
     _refuse_other_scaling(kind=kind, factor=file.needed(f"{name}.rope.scale_linear", float, 1.0))
-    config = checked_config(
+    shape = checked_shape(
         WHERE,
         names,
         vocab_size=int(embedding.shape[1]),
@@ -68,7 +74,8 @@ def read_config(file: Contents) -> DecoderConfig:
         num_kv_heads=file.needed(names["num_kv_heads"], int, heads),
         head_dim=head_dim,
         rope_theta=theta,
-        norm_eps=_short_float(eps),
+        # The decimal from which the float32 was written: 9.99999974e-06 gives 1e-05.
+        norm_eps=float(np.format_float_positional(np.float32(eps), unique=True)),
         tie_embeddings=_OUTPUT not in tensors or repeated_embedding(tensors) is not None,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -76,8 +83,8 @@ def read_config(file: Contents) -> DecoderConfig:
         family=name,
     )
     if factors is None:
-        return config
-    return replace(config, rope_scaling=_rope_scaling(factors, config.head_dim, theta))
+        return shape
+    return replace(shape, rope_scaling=_rope_scaling(factors, shape.head_dim, theta))
 
 
 def repeated_embedding(tensors: Mapping[str, ReaderTensor]) -> tuple[str, str] | None:
@@ -130,17 +137,17 @@ def _refuse_other_kinds(file: Contents, name: str) -> None:
     refuse_experts(WHERE, experts)
 
 
-def read_params(file: Contents, config: DecoderConfig, dtype: Any) -> Params:
+def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
     """Read the weights, dequantised. Raises ModelError if one is missing or has the wrong shape."""
     tensors = {tensor.name: tensor for tensor in file.tensors}
-    if config.tie_embeddings and (copies := repeated_embedding(tensors)):
+    if shape.tie_embeddings and (copies := repeated_embedding(tensors)):
         tensors[_EMBEDDING] = tensors[copies[0]]
-    heads = {"q": config.num_heads, "k": config.num_kv_heads}
-    params = named_params(config)
-    known = {param.gguf for param in params}
-    if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in known):
+    heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
+    params = named_params(shape)
+    names = {param.gguf for param in params}
+    if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in names):
         raise ModelError(
-            f"the GGUF file has {unread[0]}, a bias that is not supported for {config.family}; "
+            f"the GGUF file has {unread[0]}, a bias that is not supported for {shape.family}; "
             "use another model",
             reason="unsupported",
             key=unread[0],
@@ -150,7 +157,7 @@ def read_params(file: Contents, config: DecoderConfig, dtype: Any) -> Params:
         if param.gguf not in tensors:
             raise lacks(param.gguf)
         array = param.checked(param.gguf, _dequantize(tensors[param.gguf]))
-        if config.family == "llama" and param.path[1] in heads:
+        if shape.family == "llama" and param.path[1] in heads:
             array = _unpermute(array, heads[param.path[1]])
         with jax.default_device(device):
             return param.from_rows(param.gguf, array, dtype)
@@ -217,8 +224,3 @@ def _rope_scaling(tensor: ReaderTensor, head_dim: int, theta: float) -> RopeScal
             key="rope_freqs.weight",
         )
     return scaling
-
-
-def _short_float(value: float) -> float:
-    """Return the decimal from which a float32 was written: 9.99999974e-06 gives 1e-05."""
-    return float(np.format_float_positional(np.float32(value), unique=True))

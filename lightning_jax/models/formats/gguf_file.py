@@ -12,8 +12,7 @@ import gguf
 import numpy as np
 from gguf import GGUFValueType
 
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.plain_files import malformed
+from lightning_jax.models.model_files import ModelError, malformed
 from lightning_jax.system.text import in_one_line
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)")
@@ -75,7 +74,7 @@ class _Reader(gguf.GGUFReader):
 
     def _strings(self, start: int, number: int) -> tuple[list[Any], int]:
         """Return (the bytes of `number` strings in a row, offset after them)."""
-        data, size, at, found = self.data, len(self.data), start, []
+        data, size, at, texts = self.data, len(self.data), start, []
         length = struct.Struct("=Q" if self.byte_order == "I" else _SWAPPED)
         if number > (size - start) // length.size:  # before anything is kept
             raise ValueError("an array goes beyond the end of the file")
@@ -87,8 +86,8 @@ class _Reader(gguf.GGUFReader):
             at = begin + length.unpack_from(data.data, at)[0]
             if at > size:
                 raise ValueError("a text goes beyond the end of the file")
-            found.append(data[begin:at])
-        return found, at
+            texts.append(data[begin:at])
+        return texts, at
 
 
 @dataclass(frozen=True)
@@ -104,20 +103,20 @@ class Contents:
         if entry is None:
             return default
         try:
-            found = entry.contents()
+            value = entry.contents()
         except UnicodeDecodeError as error:
             raise _unusable(name, error, "text in UTF-8") from error
-        is_number = kind is float and type(found) is int
-        if type(found) is not kind and not is_number:
-            raise _unusable(name, repr(found), _KINDS[kind])
-        return kind(found) if is_number else found  # type: ignore[call-arg]
+        is_number = kind is float and type(value) is int
+        if type(value) is not kind and not is_number:
+            raise _unusable(name, repr(value), _KINDS[kind])
+        return kind(value) if is_number else value  # type: ignore[call-arg]
 
     def needed(self, name: str, kind: type[K], default: K | None = None) -> K:
         """Return a field or the default. Raise ModelError if there is neither."""
-        found = self.value(name, kind, default)
-        if found is None:
+        value = self.value(name, kind, default)
+        if value is None:
             raise lacks(name)
-        return found
+        return value
 
 
 def lacks(part: str) -> ModelError:
@@ -130,9 +129,9 @@ def lacks(part: str) -> ModelError:
     )
 
 
-def _unusable(name: str, found: object, expected: str) -> ModelError:
+def _unusable(name: str, value: object, expected: str) -> ModelError:
     return ModelError(
-        f"the GGUF file has {in_one_line(name)}={in_one_line(str(found), 80)}; expected "
+        f"the GGUF file has {in_one_line(name)}={in_one_line(str(value), 80)}; expected "
         f"{expected}; convert the model again, or use another file of it",
         reason="malformed",
         key=name,
@@ -174,10 +173,10 @@ def _joined(paths: Sequence[Path]) -> Contents:
     """Return the contents of all parts. The first has the metadata of the model."""
     parts = [_open(path) for path in paths]
     for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
-        found, number = part.value(_INDEX, int), part.value(_COUNT, int)
-        if (found, number) != (index, len(paths)):
+        part_index, number = part.value(_INDEX, int), part.value(_COUNT, int)
+        if (part_index, number) != (index, len(paths)):
             raise ModelError(
-                f"{path} says that it is part {(found or 0) + 1} of a split GGUF model of "
+                f"{path} says that it is part {(part_index or 0) + 1} of a split GGUF model of "
                 f"{number or 1} files; copy or download the parts of one model",
                 reason="split",
                 key=_INDEX,

@@ -27,7 +27,7 @@ _ADDS_BOS = ("llama-bpe",)
 _PLAIN = ("gpt-2", "default")
 
 
-def read(file: Contents) -> Tokenizer:
+def read_tokenizer(file: Contents) -> Tokenizer:
     """Build the tokenizer from the metadata. Raises TokenizerError."""
 
     kind = file.value("tokenizer.ggml.model", str)
@@ -50,12 +50,12 @@ def read(file: Contents) -> Tokenizer:
     except Exception as error:  # the Rust library raises nothing narrower
         raise _malformed(_MERGES, error) from error
     for is_special in (True, False):
-        wanted = _CONTROL if is_special else _USER_DEFINED
+        token_type = _CONTROL if is_special else _USER_DEFINED
         backend.add_tokens(
             [
                 tokenizers.AddedToken(token, special=is_special, normalized=False)
                 for token, kind in zip(tokens, types, strict=True)
-                if kind == wanted
+                if kind == token_type
             ]
         )
     ids = {name: _token_id(file, name, len(tokens)) for name in (*_NAMES, "eot", "eom")}
@@ -80,10 +80,10 @@ def read(file: Contents) -> Tokenizer:
 
 def _token_id(file: Contents, name: str, number: int) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
-    found = file.value(key, int)
-    if found is not None and not 0 <= found < number:
-        raise _malformed(key, f"{found} is no token of {number}")
-    return found
+    token_id = file.value(key, int)
+    if token_id is not None and not 0 <= token_id < number:
+        raise _malformed(key, f"{token_id} is no token of {number}")
+    return token_id
 
 
 def _template(around: Mapping[str, tuple[str, int]]) -> Any:
@@ -96,9 +96,9 @@ def _template(around: Mapping[str, tuple[str, int]]) -> Any:
         raise _malformed("tokenizer.ggml.add_bos_token", error) from error
 
 
-def _malformed(key: str, found: object) -> TokenizerError:
+def _malformed(key: str, value: object) -> TokenizerError:
     return TokenizerError(
-        f"the GGUF file's tokenizer is malformed at {key}: {in_one_line(str(found))}; convert the "
+        f"the GGUF file's tokenizer is malformed at {key}: {in_one_line(str(value))}; convert the "
         "model again, or use another file of it",
         reason="malformed",
         key=key,
@@ -130,9 +130,9 @@ def _pre_tokenizer(pre: str) -> Any:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), to_bytes])
     if pre in _PLAIN:
         return to_bytes
-    known = sorted((*_PATTERNS, *_SINGLE_DIGITS, *_PLAIN))
+    supported = sorted((*_PATTERNS, *_SINGLE_DIGITS, *_PLAIN))
     raise TokenizerError(
-        f"the GGUF file's pre-tokenizer is {pre!r}; supported are {known}. "
+        f"the GGUF file's pre-tokenizer is {pre!r}; supported are {supported}. "
         "Load the Hugging Face directory of this model instead.",
         reason="unsupported",
         key="tokenizer.ggml.pre",

@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face's config.json and safetensors and our config and parameters."""
+"""Conversion between Hugging Face's config.json and safetensors and our shape and parameters."""
 
 import dataclasses
 import json
@@ -12,20 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from lightning_jax.models.attention.attention import RopeScaling
 from lightning_jax.models.formats.advice import on_missing_weights, on_no_config
-from lightning_jax.models.formats.families import FAMILIES, Family, find_family, refuse_experts
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.formats.param_names import NamedParam, flatten, named_params, unflatten
-from lightning_jax.models.formats.shape_check import (
-    checked_config,
+from lightning_jax.models.formats.families import (
+    FAMILIES,
+    Family,
     checked_scaling,
+    checked_shape,
+    find_family,
     impossible,
+    refuse_experts,
     require_positive,
 )
+from lightning_jax.models.formats.param_names import NamedParam, flatten, named_params, unflatten
 from lightning_jax.models.formats.weight_files import Weights, find_weights
-from lightning_jax.models.plain_files import read_object
-from lightning_jax.models.transformer import DecoderConfig, Params
+from lightning_jax.models.model_files import ModelError, read_object
+from lightning_jax.models.shape import DecoderShape, RopeScaling
+from lightning_jax.models.transformer import Params
 from lightning_jax.system.text import in_one_line
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ _NAMES = _REQUIRED | {
 }
 
 
-def read_config(directory: Path) -> DecoderConfig:
+def read_shape(directory: Path) -> DecoderShape:
     """Read the model's shape. Raises ModelError if this decoder cannot compute it exactly."""
     path = directory / "config.json"
     if not path.is_file():
@@ -71,7 +73,7 @@ def read_config(directory: Path) -> DecoderConfig:
     is_divisible = type(heads) is int and heads > 0 and type(embed_dim) is int
     head_dim = fields.get("head_dim") or family.head_dim
     theta, scaling = _read_rope(path, fields)
-    return checked_config(
+    return checked_shape(
         path,
         _NAMES,
         **{ours: fields[theirs] for ours, theirs in _REQUIRED.items()},
@@ -122,23 +124,23 @@ def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling |
     return theta, checked_scaling(path, rope)
 
 
-def read_params(directory: Path, config: DecoderConfig, dtype: Any) -> Params:
+def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
     """Read the weights of all safetensors files.
 
     Raises ModelError if a weight is missing or has the wrong shape.
     """
     weights = find_weights(directory)
-    wanted = {param.hf: param for param in named_params(config)}
-    inside = {_name_in(weights, name): name for name in wanted}
+    params = {param.hf: param for param in named_params(shape)}
+    inside = {_name_in(weights, name): name for name in params}
     leaves = {}
     for name, array in weights.read(inside):
-        param = wanted[inside[name]]
+        param = params[inside[name]]
         leaves[param.path] = param.from_rows(name, array, dtype)
-    missing = [param.hf for param in wanted.values() if param.path not in leaves]
+    missing = [param.hf for param in params.values() if param.path not in leaves]
     if missing:
         files = set(weights.files.values())
         raise ModelError(
-            f"the *.safetensors files of {directory} lack {len(missing)} of {len(wanted)} weights, "
+            f"the *.safetensors files of {directory} lack {len(missing)} of {len(params)} weights, "
             f"among them {missing[0]}: {on_missing_weights(weights.files, missing, files)}",
             reason="missing",
             key=missing[0],
@@ -158,40 +160,41 @@ def _name_in(weights: Weights, name: str) -> str:
     return bare if name not in weights.files and bare in weights.files else name
 
 
-def untie(directory: Path, config: DecoderConfig) -> DecoderConfig:
-    """Return the config with output weights of their own if the files have them.
+def untie(directory: Path, shape: DecoderShape) -> DecoderShape:
+    """Return the shape with output weights of their own if the files have them.
 
     As in transformers, config.json does not count if it says that they are the embedding, but the
     files have both and they differ. Rows of the two are compared.
     """
-    if not config.tie_embeddings:
-        return config
+    if not shape.tie_embeddings:
+        return shape
     weights = find_weights(directory)
     if not {_EMBEDDING, _HEAD} <= weights.files.keys():
-        return config
-    step = config.vocab_size // COMPARED_ROWS + 1
+        return shape
+    step = shape.vocab_size // COMPARED_ROWS + 1
     embedding, head = (weights.rows(name, step) for name in (_EMBEDDING, _HEAD))
     if np.array_equal(embedding, head):
-        return config
+        return shape
     logger.warning(
         "%s has tie_word_embeddings=true, but its %s is not its embedding; both are used, as in "
         "transformers",
         directory,
         _HEAD,
     )
-    return dataclasses.replace(config, tie_embeddings=False)
+    return dataclasses.replace(shape, tie_embeddings=False)
 
 
-def write(directory: Path, config: DecoderConfig, params: Params, eos_ids: frozenset[int]) -> None:
+def write_model(
+    directory: Path, shape: DecoderShape, params: Params, eos_ids: frozenset[int]
+) -> None:
     """Write config.json, generation_config.json and model.safetensors."""
-    assert config.lora is None, "adapters are merged first, or would be lost"
     flat = flatten(params)
-    arrays = {param.hf: _to_rows(param, flat[param.path]) for param in named_params(config)}
+    arrays = {param.hf: _to_rows(param, flat[param.path]) for param in named_params(shape)}
     safetensors.numpy.save_file(arrays, directory / "model.safetensors", {"format": "pt"})
     dtype = str(jnp.asarray(flat[("embed", "embedding")]).dtype)
     ends = sorted(eos_ids)
     eos = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
-    write_json(directory / "config.json", _config_fields(config) | {"dtype": dtype} | eos)
+    write_json(directory / "config.json", _config_fields(shape) | {"dtype": dtype} | eos)
     # The library makes the file readable only by its owner.
     shutil.copymode(directory / "config.json", directory / "model.safetensors")
     write_json(directory / "generation_config.json", eos)
@@ -202,23 +205,23 @@ def _to_rows(param: NamedParam, leaf: Any) -> np.ndarray:
     return np.ascontiguousarray(array.T if param.transpose else array)
 
 
-def _config_fields(config: DecoderConfig) -> dict[str, Any]:
-    family = FAMILIES[config.family]
+def _config_fields(shape: DecoderShape) -> dict[str, Any]:
+    family = FAMILIES[shape.family]
     fields = {
         "architectures": [family.architecture],
-        "model_type": config.family,
-        **{theirs: getattr(config, ours) for ours, theirs in _REQUIRED.items()},
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "model_type": shape.family,
+        **{theirs: getattr(shape, ours) for ours, theirs in _REQUIRED.items()},
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": config.max_positions,
-        "rope_theta": config.rope_theta,
+        "rms_norm_eps": shape.norm_eps,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "max_position_embeddings": shape.max_positions,
+        "rope_theta": shape.rope_theta,
         **family.required_fields,
     }
-    if config.rope_scaling is not None:
-        scaling = config.rope_scaling
+    if shape.rope_scaling is not None:
+        scaling = shape.rope_scaling
         fields["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": scaling.factor,

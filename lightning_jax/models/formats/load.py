@@ -18,16 +18,16 @@ from typing import Any
 import jax
 
 from lightning_jax.models import chat_template as templates
-from lightning_jax.models import tiny, tokenizer
+from lightning_jax.models import tokenizer
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
+from lightning_jax.models.formats.families import SHAPES
+from lightning_jax.models.formats.find import find_model, tiny_shape, tiny_tokenizer
 from lightning_jax.models.formats.gguf_file import open_file
-from lightning_jax.models.formats.known_shapes import SHAPES
-from lightning_jax.models.formats.names import TINY, ModelError, read_chat_template
-from lightning_jax.models.formats.sources import find_model
-from lightning_jax.models.tiny_tokenizer import tiny_tokenizer
+from lightning_jax.models.model_files import TINY, ModelError, read_chat_template
+from lightning_jax.models.shape import DecoderConfig, DecoderShape, Execution
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.models.transformer import DecoderConfig, Params, init_params
+from lightning_jax.models.transformer import Params, init_params
 
 logger = logging.getLogger(__name__)
 
@@ -60,33 +60,31 @@ def load_model(
     """
     started = time.monotonic()
     chat = {"file": chat_template, "kwargs": chat_template_kwargs or {}, "tool_format": tool_format}
-    with_chat = partial(_with_chat, **chat)
+    with_chat, execution = partial(_with_chat, **chat), Execution(activation_dtype=activation_dtype)
     if name == TINY:
-        config, vocabulary = tiny.tiny_config(), with_chat(tiny_tokenizer())
+        config = DecoderConfig(tiny_shape(), execution)
         params = init_params(config, jax.random.key(0), dtype)
-        config = replace(config, activation_dtype=activation_dtype)
-        return LoadedModel(name, config, params, vocabulary)
+        return LoadedModel(name, config, params, with_chat(tiny_tokenizer()))
     path = find_model(name)
     try:
         if path.is_dir():
-            config = huggingface.untie(path, huggingface.read_config(path))
+            shape = huggingface.untie(path, huggingface.read_shape(path))
             vocabulary = with_chat(tokenizer.from_hf(path))
-            check_vocabulary(vocabulary, config.vocab_size, path)
+            check_vocabulary(vocabulary, shape.vocab_size, path)
             with _on_host():
-                params = huggingface.read_params(path, config, dtype)
+                params = huggingface.read_params(path, shape, dtype)
         else:
             file = open_file(path)
-            config = gguf.read_config(file)
-            vocabulary = with_chat(gguf_vocab.read(file))
-            check_vocabulary(vocabulary, config.vocab_size, path)
+            shape = gguf.read_shape(file)
+            vocabulary = with_chat(gguf_vocab.read_tokenizer(file))
+            check_vocabulary(vocabulary, shape.vocab_size, path)
             with _on_host():
-                params = gguf.read_params(file, config, dtype)
+                params = gguf.read_params(file, shape, dtype)
     except tokenizer.TokenizerError as error:
         raise ModelError(str(error), reason=error.reason, key=error.key) from error
     jax.block_until_ready(params)
     logger.info("loaded %s from %s in %.1f s", name, path, time.monotonic() - started)
-    config = replace(config, activation_dtype=activation_dtype)
-    return LoadedModel(name, config, params, vocabulary)
+    return LoadedModel(name, DecoderConfig(shape, execution), params, vocabulary)
 
 
 def check_vocabulary(vocabulary: Tokenizer, num_rows: int, path: Path) -> None:
@@ -167,7 +165,7 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
     Raises ModelError if its shape or vocabulary differs from `model`'s.
     """
     dtype = model.params["embed"]["embedding"].dtype
-    other = load_model(name, str(dtype), model.config.activation_dtype)
+    other = load_model(name, str(dtype), model.config.execution.activation_dtype)
     same_shape = other.config == model.config
     if not same_shape or other.tokenizer.vocabulary != model.tokenizer.vocabulary:
         raise ModelError(
@@ -180,16 +178,16 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
     return replace(other, tokenizer=model.tokenizer)
 
 
-def load_shape(name: str) -> DecoderConfig:
+def load_shape(name: str) -> DecoderShape:
     """Load the shape of the named model, without its weights. Raises ModelError."""
     if name == TINY:
-        return tiny.tiny_config()
+        return tiny_shape()
     if name in SHAPES:
         return SHAPES[name]
     path = find_model(name)
     if path.is_dir():
-        return huggingface.read_config(path)
-    return gguf.read_config(open_file(path))
+        return huggingface.read_shape(path)
+    return gguf.read_shape(open_file(path))
 
 
 def _on_host() -> contextlib.AbstractContextManager[None]:
@@ -206,7 +204,8 @@ def save_hf(directory: Path | str, model: LoadedModel) -> None:
     Earlier contents of `directory` are replaced.
     """
     with whole_directory(Path(directory)) as draft:
-        huggingface.write(draft, model.config, model.params, model.tokenizer.eos_ids)
+        assert model.config.execution.lora is None, "adapters are merged first, or would be lost"
+        huggingface.write_model(draft, model.config.shape, model.params, model.tokenizer.eos_ids)
         model.tokenizer.save(draft)
 
 

@@ -1,23 +1,24 @@
 """Table of each parameter's name in our tree, in a Hugging Face file and in a GGUF file."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.transformer import DecoderConfig, Params, param_shapes
+from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.models.transformer import Params, param_shapes
 
-Path = tuple[str, ...]
+ParamPath = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class NamedParam:
     """One parameter with its three names. Files store matrices as [out, in], we as [in, out]."""
 
-    path: Path
+    path: ParamPath
     hf: str
     gguf: str
     shape: tuple[int, ...]  # ours
@@ -37,11 +38,11 @@ class NamedParam:
 
     def from_rows(self, name: str, array: np.ndarray, dtype: Any) -> jax.Array:
         """Convert an array from a file to our parameter. Raises ModelError if its shape differs."""
-        found = self.checked(name, array)
-        return jnp.asarray(np.ascontiguousarray(found.T if self.transpose else found), dtype)
+        rows = self.checked(name, array)
+        return jnp.asarray(np.ascontiguousarray(rows.T if self.transpose else rows), dtype)
 
 
-_OUTSIDE: dict[Path, tuple[str, str]] = {
+_OUTSIDE: dict[ParamPath, tuple[str, str]] = {
     ("embed", "embedding"): ("model.embed_tokens.weight", "token_embd.weight"),
     ("final_norm", "scale"): ("model.norm.weight", "output_norm.weight"),
     ("head", "kernel"): ("lm_head.weight", "output.weight"),
@@ -61,13 +62,13 @@ _IN_LAYER = {
 }
 
 
-def named_params(config: DecoderConfig) -> list[NamedParam]:
-    """List every parameter of a model with this config, without adapters."""
-    base = replace(config, lora=None, num_adapters=None)  # adapters are in separate files
-    return [_named_param(path, leaf.shape) for path, leaf in flatten(param_shapes(base)).items()]
+def named_params(shape: DecoderShape) -> list[NamedParam]:
+    """List every parameter of a model with this shape. Adapters are in separate files."""
+    shapes = flatten(param_shapes(DecoderConfig(shape)))
+    return [_named_param(path, leaf.shape) for path, leaf in shapes.items()]
 
 
-def _named_param(path: Path, shape: tuple[int, ...]) -> NamedParam:
+def _named_param(path: ParamPath, shape: tuple[int, ...]) -> NamedParam:
     if path in _OUTSIDE:
         hf, gguf = _OUTSIDE[path]
     else:
@@ -87,13 +88,13 @@ def hf_module(layer: str, part: str) -> str:
     return f"model.layers.{layer.removeprefix('layers_')}.{_IN_LAYER[part][0]}"
 
 
-def flatten(params: Params) -> dict[Path, Any]:
+def flatten(params: Params) -> dict[ParamPath, Any]:
     """Return the tree's leaves by their path of keys."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {tuple(str(key.key) for key in path): leaf for path, leaf in leaves}  # type: ignore[attr-defined]
 
 
-def unflatten(leaves: dict[Path, Any]) -> Params:
+def unflatten(leaves: dict[ParamPath, Any]) -> Params:
     """Build the tree with these leaves."""
     tree: Params = {}
     for path, leaf in leaves.items():

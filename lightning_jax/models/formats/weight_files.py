@@ -11,8 +11,7 @@ import numpy as np
 import safetensors
 
 from lightning_jax.models.formats.advice import on_no_safetensors
-from lightning_jax.models.formats.names import ModelError
-from lightning_jax.models.plain_files import malformed, read_object
+from lightning_jax.models.model_files import ModelError, malformed, read_object
 
 NAMED, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CHOSEN = "transformers_weights"  # field of config.json with the name of the file to read
@@ -28,10 +27,10 @@ class Weights:
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the weights of these names. Each file is opened once."""
-        wanted = set(names)
+        requested = set(names)
         for path in dict.fromkeys(self.files.values()):
             with _opened(path) as opened:
-                for name in sorted(name for name in wanted if self.files.get(name) == path):
+                for name in sorted(name for name in requested if self.files.get(name) == path):
                     yield name, np.asarray(opened.get_tensor(name))
 
     def rows(self, name: str, step: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lightning_jax.rl.batch import Batch, StateBatch, TeacherBatch
+from lightning_jax.rl.batches.batch import Batch, StateBatch, TeacherBatch
 from lightning_jax.rl.choices import load_choices
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.critic import Critic, value_loss

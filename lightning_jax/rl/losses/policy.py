@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.rl.choices import check_shape, choose, wrong_result
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.losses.distill import teacher_advantages
 from lightning_jax.rl.losses.ratios import (
     CORRECTIONS,
+    call_sums,
     importance_ratio,
     kl_estimate,
     level_log_ratio,
+    sums_to_go,
 )
-from lightning_jax.rl.losses.segments import call_sums, sums_to_go
-from lightning_jax.rl.losses.surrogates import LOSSES, LossInputs, TokenLoss
+from lightning_jax.rl.losses.surrogates import LOSSES, LossInputs, TokenLoss, teacher_advantages
 
 Metrics = dict[str, Float[Array, ""]]
 TokenMetrics = dict[str, Float[Array, "B R"]]
@@ -83,13 +83,13 @@ def policy_loss(
     elif batch.teacher is not None:
         advantages = advantages + teacher_advantages(logprobs, batch.teacher)
     proximal = behavior if algorithm.proximal == "behavior" else old
-    found = _token_loss(LossInputs(logprobs, logprobs - proximal, advantages, batch), algorithm)
-    token_loss = found.token_loss
+    loss = _token_loss(LossInputs(logprobs, logprobs - proximal, advantages, batch), algorithm)
+    token_loss = loss.token_loss
     sums |= {
         # With zero advantage, clipping loses no gradient.
-        "train/clip_fraction": (found.is_clipped & (advantages != 0.0)).astype(jnp.float32),
-        "train/ratio_mean": found.ratio,
-        "train/ratio_max": found.ratio,
+        "train/clip_fraction": (loss.is_clipped & (advantages != 0.0)).astype(jnp.float32),
+        "train/ratio_mean": loss.ratio,
+        "train/ratio_max": loss.ratio,
     }
     if algorithm.correction != "none":
         current = logprobs if algorithm.proximal == "behavior" else old
@@ -175,12 +175,12 @@ def _check_given(
 
 def _token_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> TokenLoss:
     surrogate = choose(algorithm, "loss", LOSSES)
-    found = surrogate(inputs)
-    if not isinstance(found, TokenLoss):
-        raise wrong_result(surrogate, "loss", type(found).__name__, "TokenLoss")
-    for values in (found.token_loss, found.ratio):
+    loss = surrogate(inputs)
+    if not isinstance(loss, TokenLoss):
+        raise wrong_result(surrogate, "loss", type(loss).__name__, "TokenLoss")
+    for values in (loss.token_loss, loss.ratio):
         check_shape(surrogate, "loss", values, inputs.logprobs.shape)
-    return found
+    return loss
 
 
 def _correction(

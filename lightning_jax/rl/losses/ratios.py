@@ -1,17 +1,23 @@
 """Functions of the ratio of two policies: KL estimates and off-policy correction.
 
 A log-ratio is the difference of two log-probabilities of one token, in nats. It is 0 where masked.
+Ratios of a whole call are sums over its targets, which are contiguous in a row:
+
+calls        4   4   4   7   7  -1
+values       1   2   3   4   5   0
+call_sums    6   6   6   9   9   0
+sums_to_go   6   5   3   9   5   0
 """
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.losses.segments import call_means, call_sums
 
 # From the ratio w of the old policy to the behavior policy to the factor of each token's loss.
 Correction = Callable[[Float[Array, "B R"]], Float[Array, "B R"]]
@@ -82,3 +88,40 @@ CORRECTIONS: dict[str, Callable[[AlgorithmConfig], Correction]] = {
     "truncate": lambda a: truncate(a.correction_bounds[1]),
     "mask": lambda a: mask(*a.correction_bounds),
 }
+
+
+def call_sums(values: Float[Array, "B R"], calls: Int[Array, "B R"]) -> Float[Array, "B R"]:
+    """Return at each target the sum over the targets of its call."""
+    segments = jnp.cumsum(_starts(calls).astype(jnp.int32), axis=1) - 1
+
+    def one_row(values: Float[Array, " R"], segments: Int[Array, " R"]) -> Float[Array, " R"]:
+        return jax.ops.segment_sum(values, segments, num_segments=len(values))[segments]
+
+    return jax.vmap(one_row)(values, segments)
+
+
+def call_means(
+    values: Float[Array, "B R"], calls: Int[Array, "B R"], mask: Bool[Array, "B R"]
+) -> Float[Array, "B R"]:
+    """Return at each target the mean over its call's targets; `values` must be 0 where masked."""
+    counts = call_sums(mask.astype(jnp.float32), calls)
+    return call_sums(values, calls) / jnp.maximum(counts, 1.0)
+
+
+def sums_to_go(values: Float[Array, "B R"], calls: Int[Array, "B R"]) -> Float[Array, "B R"]:
+    """Return at each target the sum over it and the later targets of its call."""
+    is_last = _starts(calls[:, ::-1])[:, ::-1]
+
+    # Of two neighbouring ranges, the left one adds the sum at the start of the right one, unless
+    # it ends its call. A reverse scan passes the right range first.
+    def join(right: tuple[Array, Array], left: tuple[Array, Array]) -> tuple[Array, Array]:
+        total, ends = left
+        return jnp.where(ends, total, total + right[0]), ends | right[1]
+
+    return jax.lax.associative_scan(join, (values, is_last), reverse=True, axis=1)[0]
+
+
+def _starts(calls: Int[Array, "B R"]) -> Bool[Array, "B R"]:
+    """Return a mask of targets whose call index differs from that of the target before."""
+    first = jnp.ones_like(calls[:, :1], dtype=jnp.bool_)
+    return jnp.concatenate([first, calls[:, 1:] != calls[:, :-1]], axis=1)

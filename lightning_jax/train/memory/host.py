@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.replicas import split_by_data
-from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.lora import trained_part
 from lightning_jax.models.memory import turns_kernels, weight_bytes
-from lightning_jax.models.sharding import make_mesh, serving_mesh
-from lightning_jax.models.transformer import DecoderConfig
+from lightning_jax.models.mesh import make_mesh, serving_mesh
+from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.train.config import Config
 from lightning_jax.train.memory.items import MemoryItem, named_bytes
 
@@ -29,7 +29,7 @@ def process_items(model: DecoderConfig, config: Config) -> list[MemoryItem]:
     """Return the memory of this process that is not in arrays, shared by its devices."""
     devices = jax.local_device_count()
     number = _count_programs(model, config)
-    programs = number * model.num_layers * PROGRAM_LAYER
+    programs = number * model.shape.num_layers * PROGRAM_LAYER
     fewer = f"Lower serve.slots={config.serve.slots} or serve.max_len={config.serve.max_len}"
     items = [
         MemoryItem("Python, JAX and libraries", PROCESS // devices, _NO_SETTING),
@@ -41,7 +41,7 @@ def process_items(model: DecoderConfig, config: Config) -> list[MemoryItem]:
     algorithm = config.algorithm
     if config.warmup.num_steps or algorithm.has_critic or algorithm.has_reference:
         # CompileAhead leaves this to the update.
-        left = model.num_layers * COMPILER_LAYER // devices
+        left = model.shape.num_layers * COMPILER_LAYER // devices
         items.append(MemoryItem("compilation of an update", left, _NO_SETTING))
     return items
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lightning_jax.engine.cache.pages import PageCopier
-from lightning_jax.engine.cache.radix import PAGE
+from lightning_jax.engine.device.pages import PageCopier
+from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models.attention.kv_cache import row_length
 from lightning_jax.models.formats.load import load_shape
@@ -14,13 +14,14 @@ from lightning_jax.models.lora import frozen_part, trained_part
 from lightning_jax.models.memory import (
     activation_bytes,
     cache_bytes,
+    copy_bytes,
     logit_bytes,
-    spread_bytes,
     used_weight_bytes,
     weight_bytes,
 )
-from lightning_jax.models.sharding import cache_sharding, num_row_shards, platform_of
-from lightning_jax.models.transformer import DecoderConfig
+from lightning_jax.models.mesh import num_row_shards, platform_of
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import cache_sharding
 from lightning_jax.train.config import Config
 
 _MORE_DEVICES = "Use more devices (mesh.fsdp) or a smaller model.name"
@@ -74,7 +75,7 @@ def state_items(
         reference = MemoryItem("reference policy", weights, f"Set {without}")
         items.append(reference.times(num_trained))
     if config.teacher_model is not None:
-        shape = load_shape(config.teacher_model)
+        shape = DecoderConfig(load_shape(config.teacher_model))
         teacher = weight_bytes(shape, mesh, jnp.dtype(config.model.dtype))
         items.append(MemoryItem("teacher", teacher, "Set distill.teacher to a smaller model"))
     return items
@@ -89,10 +90,10 @@ def serving_items(
 ) -> list[MemoryItem]:
     """Return the memory of the engines."""
     serve, dtype = config.serve, jnp.dtype(config.model.dtype)
-    sharding = cache_sharding(model, mesh)
+    sharding = cache_sharding(model.shape, mesh)
     length = row_length(serve.max_len, platform_of(sharding))
     slots = cache_bytes(model, serve.slots, length, sharding, dtype)
-    num_pages = PageCopier(model, serve, dtype, sharding).num_pages
+    num_pages = PageCopier(model.shape, serve, dtype, sharding).num_pages
     pages = num_pages * cache_bytes(model, 1, PAGE, sharding, dtype)
     whole = weight_bytes(model, mesh, dtype)
     weights = weight_bytes(model, mesh, dtype, trained_part) if shares_base else whole
@@ -163,11 +164,11 @@ def publish_items(
     """Return the memory of weights in transit.
 
     These are the weights spread over the training devices, and new weights next to old ones on the
-    serving devices. Engines use the spread weights directly if they are already on their devices.
+    serving devices. Engines use the copied weights directly if they are already on their devices.
     Sets of weights are transferred one at a time.
     """
     dtype = jnp.dtype(config.model.dtype)
-    cast = spread_bytes(model, training, split_by_data(serving)[0], dtype)
+    cast = copy_bytes(model, training, split_by_data(serving)[0], dtype)
     new = weight_bytes(model, serving, dtype, trained_part)
     return (
         MemoryItem("weights cast for serving", cast, "Use more devices (mesh.fsdp)"),

@@ -10,15 +10,16 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lightning_jax.models.lora import frozen_part, pick, trained_part
-from lightning_jax.models.sharding import batch_sharding, param_shardings
+from lightning_jax.models.mesh import batch_sharding
+from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.transformer import param_shapes
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batching import make_batches
+from lightning_jax.rl.batches.microbatches import bundles
 from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rl.losses.objectives import metric_names
-from lightning_jax.rl.microbatches import bundles
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
-from lightning_jax.rl.train_state import TrainState
-from lightning_jax.rl.updater import Updater
+from lightning_jax.rl.update.train_state import TrainState
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.train.config import Config
 
 

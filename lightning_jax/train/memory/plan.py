@@ -17,9 +17,9 @@ from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models.formats.load import load_shape
 from lightning_jax.models.lora import adapted_shape
 from lightning_jax.models.memory import shares_frozen
+from lightning_jax.models.mesh import make_mesh, serving_mesh
 from lightning_jax.models.precision import resolve_dtype
-from lightning_jax.models.sharding import make_mesh, serving_mesh
-from lightning_jax.models.transformer import DecoderConfig
+from lightning_jax.models.shape import DecoderConfig, Execution
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.memory_limits import Limit, smallest_limit
 from lightning_jax.train.config import Config
@@ -71,9 +71,9 @@ def resolve_shape(config: Config, platform: str | None = None) -> tuple[Config, 
     model's configuration alone. Raises ModelError.
     """
     config = replace(config, model=resolve_dtype(config.model, platform))
-    shape = load_shape(config.model.name)
-    shape = replace(shape, activation_dtype=config.model.activation_dtype)
-    return config, adapted_shape(shape, config.model.lora, config.num_adapters)
+    execution = Execution(activation_dtype=config.model.activation_dtype)
+    model = DecoderConfig(load_shape(config.model.name), execution)
+    return config, adapted_shape(model, config.model.lora, config.num_adapters)
 
 
 def make_plan(

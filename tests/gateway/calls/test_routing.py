@@ -13,7 +13,7 @@ import pytest
 from gateway_bench import Bench
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.slots import SlotPrograms
+from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.calls.routing import Routing, read_traits

@@ -23,7 +23,7 @@ from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.tool_calls import TextPiece
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
-from lightning_jax.testing.tokenizers import sentencepiece
+from lightning_jax.testing.tiny import sentencepiece
 
 SENDER = Sender({}, {}, {}, "tiny", SavedConversations())
 WORDS = Tokenizer(sentencepiece(), eos_ids=[2], special_tokens={"eos_token": "</s>"})

@@ -8,7 +8,12 @@ import pytest
 from gateway_bench import Bench, Connect, MakeBench
 from templates import TEMPLATES, tokenizer_with
 
-from lightning_jax.engine.grammar import GrammarCompiler, GrammarError, grammar, json_schema
+from lightning_jax.engine.grammar.compiler import (
+    GrammarCompiler,
+    GrammarError,
+    grammar,
+    json_schema,
+)
 from lightning_jax.gateway.prompt.grammar import closed_schema, grammar_of
 from lightning_jax.gateway.prompt.tool_formats import FORMATS, ToolFormat
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice

@@ -33,7 +33,7 @@ from lightning_jax.gateway.prompt.tool_formats import (
     open_thought,
 )
 from lightning_jax.models.config import ModelConfig
-from lightning_jax.models.tiny_tokenizer import tiny_tokenizer
+from lightning_jax.models.formats.find import tiny_tokenizer
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 CALLS: list[tuple[str, Any]] = [

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lightning_jax.engine.time_limit import TimeLimit
+from lightning_jax.engine.response import TimeLimit
 from lightning_jax.gateway.calls.offload import INLINE_BYTES, NUM_THREADS, Offload
 from lightning_jax.gateway.sessions import waits as waits_module
 from lightning_jax.gateway.sessions.waits import Lost, Waits, counted_for, waiting_for_store

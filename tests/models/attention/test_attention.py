@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_jax.models.attention import attention
-from lightning_jax.models.attention.attention import RopeScaling
+from lightning_jax.models.shape import RopeScaling
 
 attend_blocks = jax.jit(attention.attend_blocks)
 

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 
 from lightning_jax.models.attention import attention, flash, flash_gpu, flash_tpu
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.formats.known_shapes import SHAPES
-from lightning_jax.models.sharding import batch_sharding, make_mesh
+from lightning_jax.models.formats.families import SHAPES
+from lightning_jax.models.mesh import batch_sharding, make_mesh
 from lightning_jax.testing.machine import mesh_for
 
 KERNELS = {"tpu": flash_tpu, "gpu": flash_gpu}

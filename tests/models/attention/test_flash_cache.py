@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from lightning_jax.models.attention import flash_cache
 from lightning_jax.models.attention.kv_cache import LayerCache, _at_once, attend_cache
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.sharding import make_mesh
+from lightning_jax.models.mesh import make_mesh
 from lightning_jax.testing.machine import mesh_for
 
 KERNELS = {"tpu": flash_cache.attend_tpu, "cuda": flash_cache.attend_gpu}

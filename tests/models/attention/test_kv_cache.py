@@ -16,7 +16,7 @@ from lightning_jax.models.attention.kv_cache import (
     KVCache,
     LayerCache,
     attend_cache,
-    join,
+    join_caches,
     make_cache,
     row_length,
     segment_lengths,
@@ -76,7 +76,7 @@ def test_join_reverses_split():
     cache, _, _ = _filled(2, 300)
     parts = cache.split()
     assert [part.length for part in parts] == [256, 44]
-    jax.tree.map(np.testing.assert_array_equal, join(parts), cache)
+    jax.tree.map(np.testing.assert_array_equal, join_caches(parts), cache)
 
 
 @PLATFORMS
@@ -122,6 +122,6 @@ def test_fewer_rows_and_fewer_segments_change_nothing_and_padding_is_finite():
     positions = jnp.array([[200], [100], [700]])  # the last one is padding
     out = attend(queries, cache.layers[0], positions)
     assert np.isfinite(out).all()
-    first = join(cache.split()[:1])
+    first = join_caches(cache.split()[:1])
     less = attend(queries[:2], first.layers[0], positions[:2])
     np.testing.assert_allclose(less, out[:2], atol=1e-6)

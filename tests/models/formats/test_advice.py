@@ -9,7 +9,7 @@ import safetensors.numpy
 from coded import raises_coded
 
 from lightning_jax.models.formats.load import load_model, save_hf
-from lightning_jax.models.formats.names import ModelError
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.testing.tiny import tiny_model
 
 HEAD, POINTER = (

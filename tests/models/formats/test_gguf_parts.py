@@ -12,16 +12,16 @@ import pytest
 from coded import raises_coded
 from test_load import TINY, _assert_equal, _variant, _write_gguf
 
+from lightning_jax.models.formats.find import load_tokenizer
 from lightning_jax.models.formats.load import load_model, load_shape
-from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.formats.param_names import named_params
-from lightning_jax.models.formats.sources import load_tokenizer
+from lightning_jax.models.model_files import ModelError
 
 
 def _split(path: Path, number: int) -> list[Path]:
     """Write a model in parts. Only the metadata of the first counts."""
     model = _variant("qwen2")
-    names = sorted(param.gguf for param in named_params(model.config))
+    names = sorted(param.gguf for param in named_params(model.config.shape))
     parts = []
     for part in range(number):
         parts.append(path.with_name(f"{path.name}-{part + 1:05}-of-{number:05}.gguf"))
@@ -41,7 +41,7 @@ def test_parts_are_read_together(named: int, tmp_path: Path) -> None:
     parts = _split(tmp_path / "model", 3)
     name = str(parts[named])
     _assert_equal(load_model(name), _variant("qwen2"))
-    assert load_shape(name) == _variant("qwen2").config
+    assert load_shape(name) == _variant("qwen2").config.shape
     assert load_tokenizer(name).eos_ids == {258}
 
 
@@ -83,7 +83,7 @@ def test_experts_and_adapters_are_named(more: Callable, key: str, tmp_path: Path
 
 
 def test_another_architecture_of_experts_is_named_too(tmp_path: Path) -> None:
-    config = dataclasses.replace(TINY.config, family="qwen3moe")
+    config = TINY.config.with_shape(family="qwen3moe")
     _write_gguf(tmp_path / "a.gguf", dataclasses.replace(TINY, config=config))
     with raises_coded(ModelError, "unsupported") as caught:
         load_model(str(tmp_path / "a.gguf"))

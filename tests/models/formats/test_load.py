@@ -14,21 +14,17 @@ import safetensors.numpy
 import transformers
 from coded import raises_coded
 
-from lightning_jax.models.attention.attention import RopeScaling, rope_frequencies
+from lightning_jax.models.attention.attention import rope_frequencies
 from lightning_jax.models.chat_template import render
-from lightning_jax.models.formats import sources
+from lightning_jax.models.formats import find
 from lightning_jax.models.formats.families import FAMILIES
+from lightning_jax.models.formats.find import find_model, load_tokenizer
 from lightning_jax.models.formats.gguf_file import open_file
-from lightning_jax.models.formats.load import (
-    load_like,
-    load_model,
-    load_shape,
-    save_hf,
-)
-from lightning_jax.models.formats.names import SMOLLM2, ModelError
+from lightning_jax.models.formats.load import load_like, load_model, load_shape, save_hf
 from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
-from lightning_jax.models.formats.sources import find_model, load_tokenizer
-from lightning_jax.models.transformer import DecoderConfig, init_params
+from lightning_jax.models.model_files import SMOLLM2, ModelError
+from lightning_jax.models.shape import DecoderConfig, DecoderShape, Execution, RopeScaling
+from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
 TINY = tiny_model()
@@ -37,11 +33,12 @@ SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
 
 def _variant(family):
     scaling = SCALING if family == "llama" else None
-    config = DecoderConfig(
+    shape = DecoderShape(
         259, 16, 24, 2, 4, 2, 6, rope_theta=500000.0, rope_scaling=scaling,
         tie_embeddings=family != "qwen3", qkv_bias=FAMILIES[family].qkv_bias,
         qk_norm=FAMILIES[family].qk_norm, family=family,
     )  # fmt: skip
+    config = DecoderConfig(shape)
     params = init_params(config, jax.random.key(1))
     noisy = {path: leaf + 0.1 for path, leaf in flatten(params).items()}
     return dataclasses.replace(TINY, config=config, params=unflatten(noisy))
@@ -66,7 +63,7 @@ def test_a_saved_model_loads_again(family, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     assert (theirs.model_type, theirs.head_dim, theirs.dtype) == (family, 6, "float32")
-    assert theirs.tie_word_embeddings == model.config.tie_embeddings
+    assert theirs.tie_word_embeddings == model.config.shape.tie_embeddings
     for name, value in FAMILIES[family].required_fields.items():
         assert getattr(theirs, name) == value
 
@@ -98,20 +95,21 @@ def _permute(rows, heads):
 
 
 def _write_gguf(path, model, more=lambda writer: None, kept=None):
-    config, family = model.config, model.config.family
+    shape = model.config.shape
+    family = shape.family
     writer = gguf.GGUFWriter(path, family)
     for name, value in (
-        ("embedding_length", config.embed_dim),
-        ("feed_forward_length", config.mlp_dim),
-        ("block_count", config.num_layers),
-        ("attention.head_count", config.num_heads),
-        ("attention.head_count_kv", config.num_kv_heads),
-        ("attention.key_length", config.head_dim),
-        ("context_length", config.max_positions),
+        ("embedding_length", shape.embed_dim),
+        ("feed_forward_length", shape.mlp_dim),
+        ("block_count", shape.num_layers),
+        ("attention.head_count", shape.num_heads),
+        ("attention.head_count_kv", shape.num_kv_heads),
+        ("attention.key_length", shape.head_dim),
+        ("context_length", shape.max_positions),
     ):
         writer.add_uint32(f"{family}.{name}", value)
-    writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", config.norm_eps)
-    writer.add_float32(f"{family}.rope.freq_base", config.rope_theta)
+    writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", shape.norm_eps)
+    writer.add_float32(f"{family}.rope.freq_base", shape.rope_theta)
     tokens = [model.tokenizer._backend.id_to_token(i) for i in range(259)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -122,18 +120,18 @@ def _write_gguf(path, model, more=lambda writer: None, kept=None):
     writer.add_chat_template(model.tokenizer.template)
     more(writer)
     flat = flatten(model.params)
-    for param in named_params(config):
+    for param in named_params(shape):
         if kept is not None and param.gguf not in kept:
             continue
         rows = np.asarray(flat[param.path])
         rows = rows.T if param.transpose else rows
-        heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(param.path[1])
+        heads = {"q": shape.num_heads, "k": shape.num_kv_heads}.get(param.path[1])
         if family == "llama" and heads:
             rows = _permute(rows, heads)
         writer.add_tensor(param.gguf, np.ascontiguousarray(rows))
-    if config.rope_scaling:
-        theta, size = config.rope_theta, config.head_dim
-        stretched = rope_frequencies(size, theta, config.rope_scaling)
+    if shape.rope_scaling:
+        theta, size = shape.rope_theta, shape.head_dim
+        stretched = rope_frequencies(size, theta, shape.rope_scaling)
         writer.add_tensor(
             "rope_freqs.weight", np.asarray(rope_frequencies(size, theta, None) / stretched)
         )
@@ -156,7 +154,7 @@ def test_output_weights_that_repeat_the_embedding_are_not_kept_twice(tmp_path):
         return np.asarray(model.params["embed"]["embedding"]).astype(np.float16)
 
     model, loaded = _repeat_embedding(tmp_path, rounded)
-    assert loaded.config.tie_embeddings
+    assert loaded.config.shape.tie_embeddings
     _assert_equal(loaded, model)
 
 
@@ -165,7 +163,7 @@ def test_output_weights_of_their_own_are_kept(tmp_path):
         return np.asarray(model.params["embed"]["embedding"])[::-1].copy()
 
     model, loaded = _repeat_embedding(tmp_path, other)
-    assert not loaded.config.tie_embeddings
+    assert not loaded.config.shape.tie_embeddings
     assert len(flatten(loaded.params)) == len(flatten(model.params)) + 1
 
 
@@ -203,7 +201,7 @@ def test_wrong_gguf_files_are_refused(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"not a model, only some bytes of text")
     with raises_coded(ModelError, "malformed", str(tmp_path / "bad.gguf")):
         load_model(str(tmp_path / "bad.gguf"))
-    mamba = dataclasses.replace(TINY, config=dataclasses.replace(TINY.config, family="mamba"))
+    mamba = dataclasses.replace(TINY, config=TINY.config.with_shape(family="mamba"))
     _write_gguf(tmp_path / "mamba.gguf", mamba)
     with raises_coded(ModelError, "unsupported", "general.architecture"):
         load_model(str(tmp_path / "mamba.gguf"))
@@ -259,7 +257,7 @@ def test_wrong_directories_and_names_are_refused(tmp_path, monkeypatch):
     def offline(*args, **options):
         raise OSError("the network is down")
 
-    monkeypatch.setattr(sources.huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(find.huggingface_hub, "snapshot_download", offline)
     with raises_coded(ModelError, "unreachable", "someone/something") as caught:
         load_model("someone/something")
     assert "the network is down" in str(caught.value)
@@ -273,8 +271,8 @@ def test_the_known_name_falls_back_to_the_hub_without_the_package(tmp_path, monk
         asked.append(hub_id)
         return str(tmp_path / "hub")
 
-    monkeypatch.setattr(sources.huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(find.huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
     _assert_equal(load_model(SMOLLM2), TINY)
     assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
 
@@ -321,7 +319,7 @@ def test_a_tokenizer_needs_no_weights(tmp_path):
 
 def test_the_name_tiny_is_a_random_model() -> None:
     model = load_model("tiny", "bfloat16", "float32")
-    assert model.config == dataclasses.replace(load_shape("tiny"), activation_dtype="float32")
+    assert model.config == DecoderConfig(load_shape("tiny"), Execution(activation_dtype="float32"))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(model.params)} == {"bfloat16"}
     assert model.tokenizer.vocabulary == load_tokenizer("tiny").vocabulary
 

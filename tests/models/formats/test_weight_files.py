@@ -10,8 +10,8 @@ import safetensors.numpy
 from coded import raises_coded
 
 from lightning_jax.models.formats.load import load_model, save_hf
-from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.formats.weight_files import INDEX, NAMED, find_weights
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.testing.tiny import tiny_model
 
 TINY = tiny_model(num_layers=1)
@@ -157,9 +157,9 @@ def test_a_model_without_its_head_loads_if_the_weights_are_tied(directory: Path)
 def test_output_weights_of_their_own_count_more_than_the_config(directory: Path) -> None:
     arrays = _arrays(directory)
     _write(directory / NAMED, arrays | {HEAD: arrays[EMBEDDING].copy()})
-    assert load_model(str(directory)).config.tie_embeddings
+    assert load_model(str(directory)).config.shape.tie_embeddings
     _write(directory / NAMED, arrays | {HEAD: arrays[EMBEDDING] + 1.0})
     loaded = load_model(str(directory))
-    assert not loaded.config.tie_embeddings
+    assert not loaded.config.shape.tie_embeddings
     head = np.asarray(loaded.params["head"]["kernel"])
     np.testing.assert_array_equal(head.T, arrays[EMBEDDING] + 1.0)

@@ -7,10 +7,10 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.batch import Batch, TeacherBatch, TopTokens
+from lightning_jax.rl.batches.batch import NO_TOKEN, Batch, TeacherBatch, TopTokens
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.losses.distill import LEAST, NO_TOKEN, kl_to_top
 from lightning_jax.rl.losses.policy import policy_loss
+from lightning_jax.rl.losses.surrogates import LEAST, kl_to_top
 
 TEACHER = np.array([0.5, 0.25, 0.05, 0.15, 0.05])
 POLICY = np.array([0.1, 0.2, 0.4, 0.1, 0.2])

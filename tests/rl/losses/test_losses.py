@@ -8,7 +8,7 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.losses.policy import LENGTHS, mean_metrics, policy_loss, supervised_loss
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from lightning_jax.rl.batching import make_batches
+from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.critic import Critic
 from lightning_jax.rl.losses.objectives import metric_names, policy_objective, supervised_objective

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.rl.batch import Batch
+from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.rl.losses.surrogates import LossInputs, cispo, clip, gspo, reinforce
 
 LN = math.log

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lightning_jax.rl.batch import Batch, TeacherBatch
+from lightning_jax.rl.batches.batch import Batch, TeacherBatch
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.losses.distill import MAX_GAP, teacher_advantages
 from lightning_jax.rl.losses.policy import policy_loss
+from lightning_jax.rl.losses.surrogates import MAX_GAP, teacher_advantages
 
 POLICY, TEACHER = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
 

@@ -15,17 +15,12 @@ from coded import raises_coded
 from lightning_jax.cli.main import main
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
-from lightning_jax.models.formats.known_shapes import SHAPES
+from lightning_jax.models.formats.families import SHAPES
 from lightning_jax.models.formats.load import load_shape, save_hf
 from lightning_jax.models.lora import adapted_shape
+from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.sharding import param_shapes
-from lightning_jax.models.transformer import DecoderConfig
-from lightning_jax.rl.config import (
-    AlgorithmConfig,
-    BatchConfig,
-    DistillConfig,
-    OptimizerConfig,
-)
+from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, DistillConfig, OptimizerConfig
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.testing.tiny import tiny_model
@@ -198,13 +193,13 @@ def adapters_of_8b(number: int, **mesh: int) -> dict[str, int]:
         mesh=MeshConfig(**mesh),
     )
     gpus = [_Gpu(i) for i in range(number)]
-    model = adapted_shape(load_shape(config.model.name), lora)
+    model = adapted_shape(DecoderConfig(load_shape(config.model.name)), lora)
     return sizes(plan.make_plan(model, config, devices=gpus))
 
 
 def test_one_copy_of_frozen_weights_serves_and_trains() -> None:
     found = adapters_of_8b(1, fsdp=1)
-    base = 2 * num_params(SHAPES["Qwen/Qwen3-8B"])
+    base = 2 * num_params(DecoderConfig(SHAPES["Qwen/Qwen3-8B"]))
     assert found["frozen weights, shared with serving"] == base
     assert found["serving weights"] < 0.01 * base
     assert found["microbatch gradients and gathered weights"] < 0.02 * base
@@ -212,7 +207,7 @@ def test_one_copy_of_frozen_weights_serves_and_trains() -> None:
 
 
 def test_frozen_weights_of_another_layout_are_counted_twice() -> None:
-    base = 2 * num_params(SHAPES["Qwen/Qwen3-8B"])
+    base = 2 * num_params(DecoderConfig(SHAPES["Qwen/Qwen3-8B"]))
     split = adapters_of_8b(4, fsdp=4)
     assert split["frozen weights for training"] == pytest.approx(base / 4, rel=0.01)
     assert split["serving weights"] > base
@@ -328,7 +323,8 @@ def test_the_tpu_settings_fit_their_chips() -> None:
     assert jax.device_count() == 8
     for name in ("spider", "calcx", "musique"):
         config = load_config(Config, [str(CONFIGS / f"{name}_tpu.yaml")])
-        plan.check_plan(plan.make_plan(load_shape(config.model.name), config, 16 * plan.GIB))
+        model = DecoderConfig(load_shape(config.model.name))
+        plan.check_plan(plan.make_plan(model, config, 16 * plan.GIB))
     # Sixteen simulated devices need a separate process.
     command = [sys.executable, "-m", "lightning_jax", "plan", "--quick", "--devices", "16"]
     command += ["--config", str(CONFIGS / "spider_8b_tpu.yaml"), "--device-gib", "16"]
@@ -344,18 +340,19 @@ def test_the_gpu_settings_fit_a_gpu() -> None:
     capacity = int(59.3 * plan.GIB)  # what JAX takes of 80 GB
     for name in ("spider", "calcx", "musique"):
         config = load_config(Config, [str(CONFIGS / f"{name}.yaml")])
-        made = plan.make_plan(load_shape(config.model.name), config, capacity, jax.devices()[:1])
+        model = DecoderConfig(load_shape(config.model.name))
+        made = plan.make_plan(model, config, capacity, jax.devices()[:1])
         plan.check_plan(made)
 
 
 def test_known_shapes_have_as_many_parameters_as_published() -> None:
-    assert num_params(SHAPES["Qwen/Qwen2.5-1.5B-Instruct"]) == pytest.approx(1.54e9, rel=0.01)
-    assert num_params(SHAPES["Qwen/Qwen3-8B"]) == pytest.approx(8.2e9, rel=0.01)
+    for name, number in (("Qwen/Qwen2.5-1.5B-Instruct", 1.54e9), ("Qwen/Qwen3-8B", 8.2e9)):
+        assert num_params(DecoderConfig(SHAPES[name])) == pytest.approx(number, rel=0.01)
 
 
 def test_a_run_without_steps_plans_no_update() -> None:
     whole = Config(num_steps=1)
-    model = load_shape("smollm2-135m-instruct")
+    model = DecoderConfig(load_shape("smollm2-135m-instruct"))
     for algorithm in (AlgorithmConfig(), AlgorithmConfig(kl_coef=0.1)):
         config = Config(num_steps=0, algorithm=algorithm)
         names = {item.name for item in plan.make_plan(model, config).items}

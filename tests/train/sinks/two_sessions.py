@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.settings import save_config
-from lightning_jax.system.logs import log_plainly
+from lightning_jax.system.text import log_plainly
 from lightning_jax.train.config import Config, MetricsConfig
 from lightning_jax.train.directory import METRICS, SETTINGS
 from lightning_jax.train.metrics import MetricsLog

@@ -1,0 +1,440 @@
+"""Prefill, activate and generate over the slots of a KV cache.
+
+A slot is one row of the decode batch. `prefill` writes the keys and values of all but the last
+token of each prompt, several prompts at once. The next `generate` step feeds that last token, like
+any other token. So there is one place that samples, and requests with the same prompt share all of
+its prefill. A row lasts as long as its slot is in use. Anything kept longer is copied to `pages`.
+
+All functions take the state and return the new one. Donated arguments may not be used again. The
+compiled programs are in programs.py.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device import programs
+from lightning_jax.engine.device.executables import Compiler, Costs, Executables, Size
+from lightning_jax.engine.device.pages import PageCopier
+from lightning_jax.engine.device.programs import DecodeState, Start, start_of
+from lightning_jax.engine.sampling import Adjustment, Sampled
+from lightning_jax.engine.scheduler import ChunkBatch, plan_prefill, row_counts
+from lightning_jax.engine.types import SamplingParams
+from lightning_jax.errors import InvalidValue
+from lightning_jax.models.attention.kv_cache import KVCache, is_whole, row_length, segment_lengths
+from lightning_jax.models.formats.param_names import flatten
+from lightning_jax.models.lora import frozen_part, pick
+from lightning_jax.models.matmul import turn_kernels
+from lightning_jax.models.mesh import platform_of
+from lightning_jax.models.reshard import ServingCopy, prepare_copy, reshard, take_copy
+from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.models.sharding import cache_sharding, param_shardings
+from lightning_jax.models.transformer import init_cache
+from lightning_jax.settings import ConfigError
+
+Params = Any
+
+
+PREFILL_TOKENS = 512  # per program; larger matrices are hardly faster on two CPU cores
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Tokens to write to a row of the cache, after the tokens that it already holds."""
+
+    row: int
+    start: int  # position of the first token
+    ids: Sequence[int]
+    adapter: int | None = None  # index, for a model with several adapters
+
+
+class PromptBatch(NamedTuple):
+    """Chunks of B prompts, padded to T tokens, as `programs.prefill` takes them."""
+
+    rows: Int32[np.ndarray, " B"]
+    tokens: Int32[np.ndarray, "B T"]
+    starts: Int32[np.ndarray, " B"]
+    lengths: Int32[np.ndarray, " B"]
+    adapters: Int32[np.ndarray, " B"] | None
+
+
+class SlotPrograms:
+    """Compiled functions for one model shape and slot layout. Holds no weights and no state.
+
+    Prefill and generate steps are compiled when a call first needs them, see `executables`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        serve: ServeConfig,
+        *,
+        dtype: str = "float32",
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> None:
+        if serve.max_len > config.shape.max_positions:
+            raise ConfigError(
+                f"serve.max_len is {serve.max_len}; the model has {config.shape.max_positions} "
+                "positions. Lower serve.max_len.",
+                reason="out_of_range",
+                key="serve.max_len",
+            )
+        self._plain, self._cache = _shardings(mesh, config.shape)
+        self._platform = platform_of(self._plain)
+        on_one_cpu = len(self._plain.device_set) == 1 and self._platform == "cpu"
+        turned = dtype == "float32" and on_one_cpu
+        self.config, self.mesh = config.with_execution(turned=turned), mesh
+        self.num_slots, self.max_len = serve.slots, serve.max_len
+        self.steps_per_dispatch = serve.steps_per_dispatch
+        buckets = serve.with_sizes().prefill_buckets
+        lengths = {min(bucket, serve.max_len) for bucket in buckets}
+        self.buckets = tuple(sorted(lengths))
+        tokens = max(PREFILL_TOKENS, self.buckets[-1])
+        self._chunks_at_once = {b: row_counts(b, tokens, serve.slots) for b in self.buckets}
+        # Kernels read only the used part of a row, so one program serves all lengths.
+        whole = is_whole(self._platform)
+        segments = (serve.max_len,) if whole else segment_lengths(serve.max_len)
+        self.capacities = tuple(itertools.accumulate(segments))
+        self.slot_counts = _slot_counts(serve.slots, fewest=8 if self._platform == "tpu" else 1)
+        self._dtype = jnp.dtype(dtype)
+        self.compiler_options = _compiler_options(self._dtype) if on_one_cpu else None
+        self._jit = partial(jax.jit, compiler_options=self.compiler_options)
+        self.pages = PageCopier(config.shape, serve, self._dtype, self._cache, self._jit)
+        self._compile_later()
+
+    @property
+    def devices(self) -> set[Any]:
+        """Devices that the programs run on."""
+        return set(self._plain.device_set)
+
+    def _compile_later(self) -> None:
+        jit, plain, cache = self._jit, self._plain, self._cache
+        state = DecodeState(cache, plain, plain, plain)
+        length = row_length(self.max_len, self._platform)
+        sizes = {"length": length, "dtype": self._dtype, "platform": self._platform}
+        init = partial(programs.init_state, config=self.config, slots=self.num_slots, **sizes)
+        prefill = partial(programs.prefill, config=self.config)
+        generate = partial(programs.generate, config=self.config)
+        self._init = jit(init, out_shardings=state)
+        row = partial(init_cache, shape=self.config.shape, slots=1, **sizes)
+        self._init_row = jit(row, out_shardings=cache)
+        self.compiler = Compiler()
+        self._prefill = Executables(
+            "prefill",
+            lambda size, *shapes: jit(prefill, donate_argnums=1, out_shardings=cache).lower(
+                *shapes
+            ),
+            self.compiler,
+            Costs(lambda size: size[1] * size[2], fixed_share=0.3),
+        )
+        self._insert = jit(programs.insert_row, donate_argnums=0, out_shardings=state)
+        self._activate = jit(programs.activate, donate_argnums=0, out_shardings=state)
+        self._retire = jit(programs.retire, donate_argnums=0, out_shardings=state)
+        many_steps = partial(
+            programs.generate_steps, config=self.config, steps=self.steps_per_dispatch
+        )
+
+        def decode(name: str, program: Any) -> Executables:
+            """Return the executables of a generate step, by (cache segments, rows)."""
+
+            def lower(size: Size, *shapes: Any) -> Any:
+                sized = partial(program, segments=size[0], rows=size[1])
+                return jit(sized, donate_argnums=1, out_shardings=(state, plain)).lower(*shapes)
+
+            costs = Costs(lambda size: size[0] * size[1], fixed_share=0.7)  # to read the weights
+            return Executables(name, lower, self.compiler, costs)
+
+        self._generate = decode("generate", generate)
+        self._generate_steps = decode("generate_steps", many_steps)
+        # Separate programs, because most steps need neither masks nor the likeliest tokens, and few
+        # a bias.
+        self._generate_adjusted = decode("generate_adjusted", generate)
+        self._generate_biased = decode("generate_biased", generate)
+        self._sized = (
+            *(self._prefill, self._generate, self._generate_steps),
+            *(self._generate_adjusted, self._generate_biased),
+        )
+
+    def put_on_mesh(self, params: Params | ServingCopy) -> Params:
+        """Return a copy of the weights, or of some of them, in the engine's layout and dtype.
+
+        Blocks until the copy is complete. The originals may be donated. Weights from `prepare_copy`
+        are shared where possible.
+        """
+        if isinstance(params, ServingCopy):
+            served = take_copy(params, self._targets(params.params))
+        else:
+            served = reshard(params, self._targets(params), self._dtype)
+        turned = self.config.execution.turned
+        return jax.block_until_ready(turn_kernels(served)) if turned else served
+
+    def prepare_copy(self, params: Params, *, share_base: bool = False) -> Params | ServingCopy:
+        """Gather the weights once for `put_on_mesh` of all engines like this one.
+
+        With `share_base` the caller promises never to donate the frozen weights of a model with
+        adapters. Engines then use those weights in place, if layout and dtype match.
+        """
+        if jax.process_count() > 1:  # there is one engine, and `put_on_mesh` runs in all processes
+            return params
+        frozen = frozen_part(params) if share_base else None
+        shared = () if frozen is None else flatten(frozen)
+        return prepare_copy(params, self._targets(params), self._dtype, shared=shared)
+
+    def _targets(self, params: Params) -> Any:
+        if self.mesh is None:
+            return self._plain
+        config = self.config.with_execution(turned=False)
+        return pick(param_shardings(config, self.mesh), params)
+
+    def init_state(self) -> DecodeState:
+        """Return a state with all slots empty and inactive."""
+        return self._init()
+
+    def init_row(self) -> KVCache:
+        """Return an empty one-row cache, for a prompt that is prefilled before it has a slot."""
+        return self._init_row()
+
+    def prefill(self, params: Params, cache: KVCache, fills: Sequence[Fill]) -> KVCache:
+        """Return the cache with the tokens of all `fills` in their rows. Donates `cache`.
+
+        The rest of each row is garbage. Prompts are cut into chunks of bucket lengths, and chunks
+        of different rows run together, so `fills` may name a row only once. Raises ValueError if a
+        row would be longer than `max_len`.
+        """
+        for fill in fills:
+            if (total := fill.start + len(fill.ids)) > self.max_len:
+                raise InvalidValue(
+                    f"a sequence of {total} tokens exceeds serve.max_len={self.max_len}; shorten "
+                    "the prompt or raise serve.max_len",
+                    reason="too_long",
+                    key="prompt",
+                )
+        lengths = [len(fill.ids) for fill in fills]
+        for batch in self._plan_prefill(params, cache, lengths):
+            chosen = [fills[index] for index, _, _ in batch.chunks]
+            inputs = self._prompts(batch.bucket, len(chosen))
+            for row, fill, (_, first, end) in zip(inputs.tokens, chosen, batch.chunks, strict=True):
+                row[: end - first] = fill.ids[first:end]
+            _, firsts, ends = np.array(batch.chunks, np.int32).T
+            inputs.rows[:] = [fill.row for fill in chosen]
+            inputs.starts[:] = firsts + [fill.start for fill in chosen]
+            inputs.lengths[:] = ends - firsts
+            if inputs.adapters is not None:
+                inputs.adapters[:] = [fill.adapter for fill in chosen]
+            size = (cache.num_rows, batch.bucket, len(chosen))
+            cache = self._prefill.run_exactly(size, params, cache, *inputs)
+        return cache
+
+    def _plan_prefill(
+        self, params: Params, cache: KVCache, lengths: Sequence[int]
+    ) -> list[ChunkBatch]:
+        """Plan batches for prompts of these lengths with the programs that are compiled.
+
+        The time that others would save is counted for them. If no program is compiled, the smallest
+        is.
+        """
+        best = list(plan_prefill(lengths, self.buckets, self._chunks_at_once))
+        missing = {_prefill_size(cache, batch) for batch in best} - self._prefill.ready
+        if not missing:
+            return best
+        smallest = (cache.num_rows, self.buckets[0], 1)
+        if smallest not in self._prefill.ready:
+            inputs = self._prompts(*smallest[1:])
+            self._prefill.compile(smallest, params, cache, *inputs)
+        sizes = self._prefill.ready
+        ready = {(bucket, count) for rows, bucket, count in sizes if rows == cache.num_rows}
+        counts = {
+            bucket: tuple(count for count in counts if (bucket, count) in ready)
+            for bucket, counts in self._chunks_at_once.items()
+            if (bucket, 1) in ready
+        }
+        plan = list(plan_prefill(lengths, tuple(counts), counts))
+        lost_s = self._prefill_s(cache, plan) - self._prefill_s(cache, best)
+        work = sum(map(self._prefill.costs.work, missing))
+        for size in missing:
+            inputs = self._prompts(*size[1:])
+            share = self._prefill.costs.work(size) / work
+            self._prefill.lose(size, share * lost_s, params, cache, *inputs)
+        return plan
+
+    def _prefill_s(self, cache: KVCache, plan: Sequence[ChunkBatch]) -> float:
+        """Return the seconds that a plan takes, 0.0 while none are known."""
+        seconds = (self._prefill.costs.seconds(_prefill_size(cache, batch)) for batch in plan)
+        return sum(s or 0.0 for s in seconds)
+
+    def _prompts(self, bucket: int, count: int) -> PromptBatch:
+        zeros = np.zeros(count, np.int32)
+        adapters = None if self.config.execution.num_adapters is None else zeros.copy()
+        tokens = np.zeros((count, bucket), np.int32)
+        return PromptBatch(zeros.copy(), tokens, zeros.copy(), zeros.copy(), adapters)
+
+    def insert(self, row: KVCache, state: DecodeState, slot: int, start: Start) -> DecodeState:
+        """Return the state with a one-row cache in the slot, and the slot active.
+
+        Donates `state`.
+        """
+        return self._insert(state, row, np.int32(slot), start)
+
+    def activate(self, state: DecodeState, slot: int, start: Start) -> DecodeState:
+        """Return the state with the slot active. Donates `state`.
+
+        The slot's row holds the tokens before `start`.
+        """
+        return self._activate(state, np.int32(slot), start)
+
+    def generate(
+        self,
+        params: Params,
+        state: DecodeState,
+        longest: int | None = None,
+        adjustment: Adjustment | None = None,
+        slots: Sequence[int] | None = None,
+        steps: int = 1,
+    ) -> tuple[DecodeState, Sampled]:
+        """Sample one token for each active slot, or for each one among `slots`. Donates `state`.
+
+        Other rows do not change. `steps` is 1 or `steps_per_dispatch`. If it is above 1, each array
+        of the result has a leading axis for the steps. Then `adjustment` must be None, and every
+        row must have room for all steps.
+
+        `longest` bounds the tokens in any row of `slots`, including the new ones, so that less of
+        the cache is read. The result covers rows up to the last of `slots`, or more. With an
+        `adjustment`, every step runs all rows, and with a bias it also reads the whole cache. The
+        arrays of an `adjustment` must not change before the step is done.
+        """
+        length = self.max_len if longest is None else longest
+        segments = 1 + bisect.bisect_left(self.capacities, length)
+        chosen = range(self.num_slots) if slots is None else slots
+        slot_mask = np.zeros(self.num_slots, bool)
+        slot_mask[list(chosen)] = True
+        arguments: tuple[Any, ...] = (params, state, slot_mask)
+        if adjustment is None:
+            rows = next(n for n in self.slot_counts if n > max(chosen))
+            program = self._generate if steps == 1 else self._generate_steps
+        elif adjustment.bias is None:
+            rows, program = self.num_slots, self._generate_adjusted
+            arguments = (*arguments, adjustment)
+        else:
+            rows, segments, program = self.num_slots, len(self.capacities), self._generate_biased
+            arguments = (*arguments, adjustment)
+        return program.run((segments, rows), *arguments)
+
+    def adjustment(self, has_bias: bool = False, has_likeliest: bool = False) -> Adjustment:
+        """Return a new adjustment that changes no logits: mask bits all 1, bias (if any) all 0."""
+        shape = self.num_slots, self.config.shape.vocab_size
+        return Adjustment(
+            allowed=np.full((shape[0], (shape[1] + 7) // 8), 0xFF, np.uint8),
+            has_likeliest=np.bool_(has_likeliest),
+            bias=np.zeros(shape, np.float32) if has_bias else None,
+        )
+
+    def retire(self, state: DecodeState, slots: Iterable[int]) -> DecodeState:
+        """Return the state with these slots inactive. Their rows stay readable. Donates `state`."""
+        keep = np.ones(self.num_slots, bool)
+        keep[list(slots)] = False
+        return self._retire(state, keep)
+
+    @property
+    def compiles(self) -> int:
+        """Number of programs compiled so far."""
+        functions: Any = (self._init, self._init_row, self._insert, self._activate, self._retire)
+        compiled = sum(len(executables.ready) for executables in self._sized)
+        return self.pages.compiles + compiled + sum(f._cache_size() for f in functions)
+
+    def num_compiling(self) -> int:
+        """Return the number of prefill and generate programs that are being compiled now."""
+        return sum(executables.num_compiling for executables in self._sized)
+
+    def waited_s(self) -> float:
+        """Return the seconds so far in which calls waited for prefill and generate programs."""
+        return sum(executables.waited_s for executables in self._sized)
+
+    def compile_while_idle(self) -> None:
+        """Begin to compile a program whose lack has cost time. Call it while there is no work."""
+        if not self.compiler.is_busy:
+            any(executables.request_while_idle() for executables in self._sized)
+
+    def compile_first(self, params: Params, state: DecodeState, num_requests: int = 1) -> None:
+        """Begin to compile, in a thread, what the first requests need and what can serve all.
+
+        `num_requests` of them arrive together.
+        """
+        count = (self.buckets[0], 1)
+        size = (state.cache.num_rows, *count)
+        self._prefill.request(size, params, state.cache, *self._prompts(*count))
+        slot_mask = np.zeros(self.num_slots, bool)
+        rows = next(n for n in self.slot_counts if n >= min(num_requests, self.num_slots))
+        for size in ((1, rows), (len(self.capacities), self.num_slots)):
+            self._generate.request(size, params, state, slot_mask)
+
+    def warmup(self, params: Params, state: DecodeState) -> DecodeState:
+        """Compile every program that serves slots, except those of `pages`.
+
+        No slot is active afterwards. Donates `state`.
+        """
+        rows = state.cache.num_rows
+        for bucket, counts in self._chunks_at_once.items():
+            for count in counts:
+                inputs = self._prompts(bucket, count)
+                self._prefill.compile((rows, bucket, count), params, state.cache, *inputs)
+        arguments = (params, state, np.zeros(self.num_slots, bool))
+        most = len(self.capacities)
+        for size in itertools.product(range(1, most + 1), self.slot_counts):
+            self._generate.compile(size, *arguments)
+            if self.steps_per_dispatch > 1:
+                self._generate_steps.compile(size, *arguments)
+        for segments in range(1, most + 1):
+            size = (segments, self.num_slots)
+            self._generate_adjusted.compile(size, *arguments, self.adjustment())
+        size = (most, self.num_slots)
+        self._generate_biased.compile(size, *arguments, self.adjustment(has_bias=True))
+        adapter = None if self.config.execution.num_adapters is None else 0
+        state = self.activate(state, 0, start_of(0, 0, SamplingParams(), 0, adapter))
+        return jax.block_until_ready(self.retire(state, range(self.num_slots)))
+
+
+def _slot_counts(slots: int, fewest: int) -> tuple[int, ...]:
+    """Return the slot counts that decode programs are compiled for: 16 gives 1, 4, 8, 16.
+
+    Up to four slots, or eight on a TPU, a step is bound by reading the weights, so one program
+    serves all of them. A TPU's compiler also does not use the matrix units for a single row, hence
+    `fewest`.
+    """
+    counts = [1, *(2**power for power in range(2, slots.bit_length()))]
+    return (*(count for count in counts if fewest <= count < slots), slots)
+
+
+def _compiler_options(dtype: jnp.dtype) -> dict[str, str] | None:
+    """Return options that keep a bfloat16 cache in bfloat16 on a CPU.
+
+    To write one token, XLA in JAX 0.10 converts the whole cache to float32 and back unless this
+    pass is disabled. Later versions do not need it.
+    """
+    if dtype != jnp.bfloat16:
+        return None
+    return {"xla_disable_hlo_passes": "float-normalization-bf16"}
+
+
+def _shardings(mesh: jax.sharding.Mesh | None, shape: DecoderShape) -> tuple[Any, Any]:
+    """Return the shardings of small arrays and of the cache.
+
+    Every array is committed to one, because an uncommitted array makes JAX compile a program again.
+    """
+    if mesh is None:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return device, device
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return replicated, cache_sharding(shape, mesh)
+
+
+def _prefill_size(cache: KVCache, batch: ChunkBatch) -> Size:
+    return cache.num_rows, batch.bucket, len(batch.chunks)

@@ -1,0 +1,150 @@
+"""Tests of copies between rows and pages: the right tokens, nothing else, and in place."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device import pages as pages_module
+from lightning_jax.engine.device.pages import MAX_POOL_SIZE, PageCopier, page_bytes
+from lightning_jax.engine.device.radix import PAGE
+from lightning_jax.models.attention.kv_cache import KVCache, row_length
+from lightning_jax.models.config import MeshConfig
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.sharding import cache_sharding
+from lightning_jax.models.transformer import init_cache
+from lightning_jax.testing.tiny import tiny_model
+
+SHAPE = tiny_model(0).config.shape
+SERVE = ServeConfig(slots=3, max_len=100)  # six whole pages and four tokens
+
+
+@pytest.fixture(params=["cpu", "gpu", "tpu"])
+def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Select the platform whose cache layout and copies are tested, always on a CPU."""
+    monkeypatch.setattr(pages_module, "platform_of", lambda _: request.param)
+    return request.param
+
+
+def copier(serve: ServeConfig = SERVE, sharding: Any = None) -> PageCopier:
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return PageCopier(SHAPE, serve, jnp.dtype("float32"), sharding)
+
+
+def numbers(slots: int, length: int, sharding: Any, platform: str = "cpu") -> KVCache:
+    """Return a cache in which every number is different."""
+    zeros = init_cache(SHAPE, slots, length, platform=platform)
+    return jax.device_put(
+        jax.tree.map(lambda leaf: leaf + np.arange(leaf.size).reshape(leaf.shape), zeros), sharding
+    )
+
+
+def token_rows(cache: KVCache) -> np.ndarray:
+    """Return keys and values of layer 1 as [S, C, 2 * K * D], with a token's numbers together."""
+    layer = cache.layers[1]
+    keys = np.moveaxis(np.concatenate(layer.keys, axis=layer.key_axis), layer.key_axis, 1)
+    values = np.concatenate(layer.values, axis=2).transpose(0, 2, 1, 3)
+    return np.concatenate([x.reshape(*x.shape[:2], -1) for x in (keys, values)], axis=2)
+
+
+def devices(kind: str) -> Any:
+    if kind == "one":
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return cache_sharding(SHAPE, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+
+
+@pytest.mark.parametrize("kind", ["one", "eight"])
+def test_blocks_go_to_pages_and_back_to_another_row(kind: str, platform: str):
+    pages = copier(sharding=devices(kind))
+    cache, pool = numbers(3, 100, devices(kind), platform), pages.init_pool()
+    before = token_rows(cache)
+    pool = pages.store(pool, (7, 2, 9), cache, 1, 2)
+    stored = token_rows(pool)
+    for page, block in ((7, 2), (2, 3), (9, 4)):
+        np.testing.assert_array_equal(
+            stored[page], before[1, block * PAGE :][:PAGE], err_msg=str(page)
+        )
+    assert np.count_nonzero(stored.any(axis=(1, 2))) == 3
+    assert pool.layers[1].keys[0].sharding.is_equivalent_to(cache.layers[1].keys[0].sharding, 4)
+
+    cache = pages.restore(cache, 0, pool, (9, 7))
+    after, expected = token_rows(cache), before.copy()
+    expected[0, :PAGE], expected[0, PAGE : 2 * PAGE] = stored[9], stored[7]
+    np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.parametrize("max_len", [257, 520])  # a last segment of less than a page
+def test_a_row_may_have_any_length(max_len: int):
+    pages = copier(ServeConfig(slots=2, max_len=max_len))
+    cache, pool = numbers(2, row_length(max_len, "cpu"), devices("one"), "cpu"), pages.init_pool()
+    before = token_rows(cache)
+    pool = pages.store(pool, (3, 1), cache, 1, 14)
+    np.testing.assert_array_equal(token_rows(pool)[3], before[1, 14 * PAGE :][:PAGE])
+    after = token_rows(pages.restore(cache, 0, pool, (3, 1)))
+    np.testing.assert_array_equal(after[0, : 2 * PAGE], before[1, 14 * PAGE : 16 * PAGE])
+
+
+def test_pages_on_both_sides_of_a_border_between_segments(platform: str):
+    pages = copier(ServeConfig(slots=2, max_len=600))
+    length = row_length(600, platform)
+    cache, pool = numbers(2, length, devices("one"), platform), pages.init_pool()
+    before = token_rows(cache)
+    pool = pages.store(pool, (3, 1, 4, 0), cache, 1, 14)  # blocks 14 to 17; 16 begins at 256
+    for page, block in ((3, 14), (1, 15), (4, 16), (0, 17)):
+        np.testing.assert_array_equal(token_rows(pool)[page], before[1, block * PAGE :][:PAGE])
+    ids = (*range(3, 18), 0, 1, 3)  # 18 pages: two in the second segment
+    after = token_rows(pages.restore(cache, 0, pool, ids))
+    stored = token_rows(pool)
+    for block, page in enumerate(ids):
+        np.testing.assert_array_equal(after[0, block * PAGE :][:PAGE], stored[page])
+    np.testing.assert_array_equal(after[0, 18 * PAGE :], before[0, 18 * PAGE :])
+    np.testing.assert_array_equal(after[1], before[1])
+
+
+def test_a_copy_moves_pages_and_never_the_pool():
+    pages = copier(ServeConfig(slots=16, max_len=1024))
+    pool, cache = pages.init_pool(), init_cache(SHAPE, 16, 1024)
+    move = pages._move(1, 1, (0,))
+    programs = {
+        "store": pages._store.lower(pool, cache, move),
+        "restore": pages._restore.lower(cache, pool, move),
+    }
+    for name, kept in (("store", pool), ("restore", cache)):
+        memory = programs[name].compile().memory_analysis()
+        assert memory is not None
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
+        assert memory.alias_size_in_bytes == size, name
+        assert memory.temp_size_in_bytes < size / 100, name
+
+
+def test_the_pool_is_as_large_as_asked_but_not_larger_than_it_can_be_used():
+    mib = 5.5 * page_bytes(SHAPE, jnp.dtype("float32")) / 2**20
+    assert copier(ServeConfig(slots=3, max_len=100, prefix_cache_mib=mib)).num_pages == 5
+    assert copier().num_pages == MAX_POOL_SIZE * 3 * 6
+    assert page_bytes(SHAPE, jnp.dtype("float32"), "tpu") == 128 // SHAPE.head_dim * page_bytes(
+        SHAPE, jnp.dtype("float32")
+    )
+    off = copier(ServeConfig(prefix_cache_mib=0.0))
+    cache, pool = off.warmup(init_cache(SHAPE, 1, 16), off.init_pool())
+    assert off.num_pages == 0
+    assert [held.layers[0].keys[0].shape[0] for held in (pool, cache)] == [0, 1]
+
+
+def test_warming_up_changes_nothing_and_compiles_all():
+    pages = copier()
+    cache, pool = pages.warmup(numbers(3, 100, devices("one")), pages.init_pool())
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(pool))
+    jax.tree.map(np.testing.assert_array_equal, cache, numbers(3, 100, devices("one")))
+    compiles = pages.compiles
+    pages.restore(cache, 2, pages.store(pool, (1, 2), numbers(3, 100, devices("one")), 0, 4), (1,))
+    assert pages.compiles == compiles
+
+
+def test_a_block_beyond_the_row_is_an_error():
+    pages = copier()
+    pages.store(pages.init_pool(), (1, 2), numbers(3, 100, devices("one")), 0, 4)
+    with pytest.raises(AssertionError):
+        pages.store(pages.init_pool(), (1, 2), numbers(3, 100, devices("one")), 0, 5)
