@@ -63,6 +63,9 @@ def command_line() -> str:
         formatter = found._get_formatter()
         shown = [_flag(action) for action in found._actions if _is_shown(action)]
         words = [word.strip("`") for word in shown]
+        for group in found._mutually_exclusive_groups:
+            if group.required:
+                words.append(f"({' | '.join(a.option_strings[0] for a in group._group_actions)})")
         text += (
             f"\n## `lightning-jax {name}`\n\n    {' '.join(['lightning-jax', name, *words])}\n\n"
         )

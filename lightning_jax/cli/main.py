@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from lightning_jax.cli import troubleshooting
 from lightning_jax.cli.config_command import add_config, run_config
+from lightning_jax.cli.learn import add_learn, run_learn
 from lightning_jax.cli.new import add_new, run_new
 from lightning_jax.cli.runs import (
     add_compare,
@@ -41,7 +42,6 @@ from lightning_jax.cli.runtime import (
     stop_on_sigterm,
 )
 from lightning_jax.cli.serve_command import add_serve, run_serve
-from lightning_jax.cli.sft import add_sft, run_sft
 from lightning_jax.cli.studio import add_studio, run_studio
 from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_try
 from lightning_jax.cli.worker import add_worker, run_worker
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"error: {sentence}", 1)
     except KeyboardInterrupt:
-        _fail(STOPPED if arguments.run is _train else "stopped", 130)
+        _fail(STOPPED if arguments.run in (_train, run_learn) else "stopped", 130)
         # After an interrupted compilation, JAX crashes at interpreter exit.
         os._exit(130)
 
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         ("runs", "list runs with status, rewards and failures", add_runs, run_runs),
         ("compare", "compare runs: settings, curves, tasks won and lost", add_compare, run_compare),
         ("plan", "report the memory that a run needs on each device", _add_plan, _plan),
-        ("sft", "train on the best attempts of a run", add_sft, run_sft),
+        ("learn", "train on the stored attempts of a run", add_learn, run_learn),
         ("rescore", "score a run's rollouts by other rewards", add_rescore, run_rescore),
         ("config", "print, search or check settings of a run", add_config, run_config),
         ("help", "show the help of a command, or what to do about a run", _add_help, _help),

@@ -80,16 +80,6 @@ def add_rescore(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--phase", choices=("train", "eval"), default="train", help=phase)
     limit = "maximum number of groups, evenly spaced (default: all)"
     parser.add_argument("--limit", type=number_of(Limit), metavar="N", help=limit)
-    train = "then train on these rollouts with the new rewards, in a run directory of its own"
-    parser.add_argument("--train", action="store_true", help=train)
-    settings = "with --train: settings that differ from the run's, such as run_dir and algorithm.*"
-    parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
-    steps = "with --train: number of steps (default: each group once)"
-    parser.add_argument("--steps", type=number_of(Limit), metavar="N", help=steps)
-    start = "with --train: start from the run's policy or from the model it began with"
-    parser.add_argument(
-        "--start", choices=("policy", "model"), default="model", help=f"{start} (%(default)s)"
-    )
 
 
 def run_rescore(arguments: argparse.Namespace) -> int:
@@ -97,30 +87,14 @@ def run_rescore(arguments: argparse.Namespace) -> int:
 
     Prints the mean of each component, the rank correlation with the stored rewards within groups,
     and the share of rollouts whose advantage changes its sign. With --phase eval, each evaluation
-    has a line. With --train, policy steps follow on these rollouts, and nothing is sampled.
-    run_dir=DIR names the new run directory, by default RUN-rescored. The run itself stays as it is,
-    except that verdicts of judges are kept in its store.
+    has a line. The run itself stays as it is, except that verdicts of judges are kept in its store.
+    `learn` trains with the other rewards.
     """
-    from lightning_jax.cli.from_stored import settings_of_offline_run
-    from lightning_jax.settings import ConfigError
     from lightning_jax.train.directory import SETTINGS, STORE, require_run
 
-    run_dir = arguments.run_dir
-    require_run(run_dir, SETTINGS, STORE)
-    if arguments.settings and not arguments.train:
-        raise ConfigError(
-            f"{arguments.settings[0]} is a setting of a new run; pass --train too.",
-            reason="conflict",
-            key="--train",
-        )
+    require_run(arguments.run_dir, SETTINGS, STORE)
 
-    config = None
-    if arguments.train:
-        config = settings_of_offline_run(run_dir, "-rescored", arguments.settings)
+    from lightning_jax.cli.rescore import rescore  # imports JAX, after the check
 
-    from lightning_jax.cli.rescore import rescore, train_rescored  # imports JAX, after the checks
-
-    scored = rescore(run_dir, arguments.rewards, phase=arguments.phase, limit=arguments.limit)
-    if config is not None:
-        train_rescored(run_dir, config, scored, arguments)
+    rescore(arguments.run_dir, arguments.rewards, phase=arguments.phase, limit=arguments.limit)
     return 0

@@ -120,7 +120,7 @@ def test_lock_step_is_the_plain_loop_to_the_bit(tmp_path: Path) -> None:
     async def by_hand(config: Config) -> list[dict[str, float]]:
         rows = []
         async with open_run(config, TASKS, TASKS) as run:
-            runner = run.collector.groups._runner
+            runner = run.collector.groups.runner
             for step in range(3):
                 tasks = run.pipelines.next_tasks(config.rollout.tasks_per_step)
                 rollouts = await run_requests(make_requests(tasks, "train", step, 3), runner)
