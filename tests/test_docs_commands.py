@@ -64,7 +64,8 @@ PAGE_SETTINGS = {
     "": {"num_steps": "4"} | ROOM,  # runs that pages look at; a judge's prompt is long
     "docs/frameworks/planner_and_worker.md": ROOM,
     "docs/get_started/first_run.md": {"num_steps": "10"},  # it shows a rollout of the last step
-    "docs/howto/train_while_agents_run.md": {"rollout.tasks_per_step": "8"},  # for ahead=8
+    "docs/howto/change_scheduling.md": {"rollout.tasks_per_step": "8"},  # for ahead=8
+    "docs/howto/train_while_agents_run.md": {"rollout.tasks_per_step": "8"},
 }
 ARGUMENTS = {  # later options win
     "benchmarks/credit.py": ["--seeds", "1", "--max-steps", "1", "--plot", "credit.png"],
@@ -88,6 +89,7 @@ FILES = {
     },
     "docs/howto/add_a_loss.md": {"my_loss.py": ("python", 0)},
     "docs/howto/bring_your_own_tasks.md": {"my_tasks.py": ("python", 0)},
+    "docs/howto/change_scheduling.md": {"schedule.py": ("python", 0)},
     "docs/howto/learn_from_hints.md": {"agent.py": ("python", 0)},
     "docs/howto/learn_from_stored_attempts.md": {
         "other.yaml": ("yaml", 0, JUDGES),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DEFAULT_WHERE = "reward > 0"
 # Settings of the other run that have no meaning without sampling.
 UNUSED = (
-    "agent.external=false", "rollout.ahead=0", "prompt_search.every=0",
+    "agent.external=false", "rollout.ahead=0", "rollout.source=null", "prompt_search.every=0",
     "data.sampler=uniform", "warmup.num_steps=0", "warmup.demonstrations=null",
     "warmup.stop.every=0", "distributed.mode=none", "cluster.samplers=0", "cluster.trainers=0",
     "cluster.workers=0",

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lightning_jax.loading import load_function
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.advantages import without_equal_groups
 from lightning_jax.rollouts.collect import read_trajectories
@@ -15,6 +16,7 @@ from lightning_jax.rollouts.runner import (
     make_requests,
     run_requests,
 )
+from lightning_jax.settings import ConfigError
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import STORE
@@ -56,13 +58,23 @@ class Collector:
         self._gaming = GamingWatch(config.rewards)
 
     def _make_source(self) -> Source:
-        config, steps = self._config, self._pipelines.stored_steps
+        config, steps, make = self._config, self._pipelines.stored_steps, Groups
         if steps is not None:
             return StoredGroups(Path(config.learn.run or "") / STORE, steps)
-        if config.agent.external:
+        if config.rollout.source is not None:
+            make = load_function(config.rollout.source)
+        elif config.agent.external:
             tasks = self._pipelines.tasks_by_id
             return ExternalGroups(config, self._runner, self._reader, tasks, self._count)
-        return Groups(config, self._pipelines, self._runner, self._count)
+        source = make(config, self._pipelines, self._runner, self._count)
+        if not isinstance(source, Source):
+            raise ConfigError(
+                f"rollout.source {config.rollout.source!r} makes a {type(source).__name__}; name a "
+                "subclass of lightning_jax.train.groups.Groups, or of step_groups.Source.",
+                reason="wrong_type",
+                key="rollout.source",
+            )
+        return source
 
     async def sample(self, step: int) -> tuple[list[Trajectory], Metrics]:
         """Return (trajectories of the step's rollouts, metrics of all of them).

@@ -110,6 +110,7 @@ def digests(
     named = {
         "agent.reward": _file_of(agent.reward),
         "distill.hint": _file_of(config.distill.hint),
+        "rollout.source": _file_of(config.rollout.source),
         "warmup.demonstrations": _file_of(config.warmup.demonstrations),
         "model.chat_template": template and Path(template).expanduser(),
     }

@@ -61,6 +61,10 @@ class Source:
 
     The run asks it for the groups of each step in turn. `Groups` samples them, `ExternalGroups`
     lets programs outside open them, and `StoredGroups` reads them from another run.
+
+    `rollout.source: FILE:CLASS` names a subclass of yours, most easily of `Groups`. It is made with
+    the arguments of `Groups`: the settings, the tasks (`Pipelines`), the runner of the agent, and a
+    function to call after each rollout.
     """
 
     store: Store  # with the spans of the rollouts
