@@ -64,7 +64,8 @@ PAGE_SETTINGS = {
     "": {"num_steps": "4"} | ROOM,  # runs that pages look at; a judge's prompt is long
     "docs/frameworks/planner_and_worker.md": ROOM,
     "docs/get_started/first_run.md": {"num_steps": "10"},  # it shows a rollout of the last step
-    "docs/howto/train_while_agents_run.md": {"rollout.tasks_per_step": "8"},  # for ahead=8
+    "docs/howto/change_scheduling.md": {"rollout.tasks_per_step": "8"},  # for ahead=8
+    "docs/howto/train_while_agents_run.md": {"rollout.tasks_per_step": "8"},
 }
 ARGUMENTS = {  # later options win
     "benchmarks/credit.py": ["--seeds", "1", "--max-steps", "1", "--plot", "credit.png"],
@@ -72,8 +73,10 @@ ARGUMENTS = {  # later options win
     "benchmarks/load.py": ["--agents", "4", "--rollouts", "8"],
     "benchmarks/retrieval.py": ["--paragraphs", "200", "--retrievers", "bm25"],
 }
-# The block of a page that is a file of the project, by its language and number.
+# The block of a page that is a file of the project, by its language and number. A third item is
+# another page, which has the block.
 AGENT = {"agent.py": ("python", 0)}
+JUDGES = "docs/howto/rewards_from_judges.md"
 FILES = {
     "docs/frameworks/autogen.md": AGENT,
     "docs/frameworks/langgraph.md": AGENT,
@@ -86,8 +89,14 @@ FILES = {
     },
     "docs/howto/add_a_loss.md": {"my_loss.py": ("python", 0)},
     "docs/howto/bring_your_own_tasks.md": {"my_tasks.py": ("python", 0)},
+    "docs/howto/change_scheduling.md": {"schedule.py": ("python", 0)},
     "docs/howto/learn_from_hints.md": {"agent.py": ("python", 0)},
-    "docs/howto/rewards_from_judges.md": {
+    "docs/howto/learn_from_stored_attempts.md": {
+        "other.yaml": ("yaml", 0, JUDGES),
+        "rewards.py": ("python", 0, JUDGES),
+        "grammar.yaml": ("", 0, JUDGES),
+    },
+    JUDGES: {
         "other.yaml": ("yaml", 0),
         "rewards.py": ("python", 0),
         "grammar.yaml": ("", 0),
@@ -171,9 +180,9 @@ def test_commands_run(page: str, project: Path, tmp_path: Path) -> None:
             shell.run(command)
 
 
-def _block(page: str, place: tuple[str, int]) -> str:
-    language, number = place
-    return fenced(page, language)[number]
+def _block(page: str, place: tuple[str, int] | tuple[str, int, str]) -> str:
+    language, number, *other_page = place
+    return fenced(*other_page or [page], language)[number]
 
 
 def _edited_package(page: str, folder: Path) -> Path:
@@ -250,8 +259,9 @@ class Shell:
             case ["try", *_]:
                 room = ROOM if PAGE_SETTINGS.get(self.page) is ROOM else {}
                 return [*words, "model.name=tiny", *(f"{k}={v}" for k, v in room.items())]
-            case ["sft", *_]:  # random weights earn nothing
-                return [*words, "--where", "reward >= 0", "--steps", "1"]
+            case ["learn", *_] if "--supervised" in words:  # random weights earn nothing
+                rest = [word for word in words if word != "--best"]
+                return [*rest, "--where", "reward >= 0", "--steps", "1"]
             case ["eval", *rest]:
                 return [*words, "--limit", "2", *([] if "--run" in rest else ["model.name=tiny"])]
         return words

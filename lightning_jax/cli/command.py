@@ -69,6 +69,7 @@ class Command(ABC):
     """Arguments of a command. The docstring is its description."""
 
     needs_jax: ClassVar[bool] = True
+    can_resume: ClassVar[bool] = False  # when it was stopped, by the same command
 
     @abstractmethod
     def run(self) -> int:

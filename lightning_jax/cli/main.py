@@ -36,7 +36,7 @@ COMMANDS = {
     "runs": ("runs", "Runs", "list runs with status, rewards and failures"),
     "compare": ("runs", "Compare", "compare runs: settings, curves, tasks won and lost"),
     "plan": ("train", "Plan", "report the memory that a run needs on each device"),
-    "sft": ("sft", "Sft", "train on the best attempts of a run"),
+    "learn": ("learn", "Learn", "train on the stored attempts of a run"),
     "rescore": ("runs", "Rescore", "score a run's rollouts by other rewards"),
     "config": ("config", "ShowConfig", "print, search or check settings of a run"),
     "help": ("troubleshooting", "Help", "show the help of a command, or what to do about a run"),
@@ -72,7 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"error: {sentence}", 1)
     except KeyboardInterrupt:
-        _fail(STOPPED if isinstance(command, command_of("train")) else "stopped", 130)
+        _fail(
+            STOPPED
+            if isinstance(command, (command_of("train"), command_of("learn")))
+            else "stopped",
+            130,
+        )
         # After an interrupted compilation, JAX crashes at interpreter exit.
         os._exit(130)
 

@@ -159,6 +159,9 @@ class RolloutConfig(Section):
     # Groups beyond a step's that may run while the trainer works, which uses samples of older
     # weights. 0: rollouts and updates take turns.
     ahead: Natural = 0
+    # FILE:CLASS that decides which groups begin and which a step trains on; see
+    # docs/howto/change_scheduling.md. None: in order.
+    source: FunctionRef | None = None
     concurrency: Count = 16  # rollouts running at once
     # Limit of a rollout, without the time in which all its calls wait for a first token. Beyond it
     # the agent has failed.

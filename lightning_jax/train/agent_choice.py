@@ -29,13 +29,19 @@ class LocalWorkers:
 
 
 def choose_trained_agent(
-    config: AgentConfig, function: Any, tasks: Sequence[Task], *, num_others: int = 0
+    config: AgentConfig,
+    function: Any,
+    tasks: Sequence[Task],
+    *,
+    num_others: int = 0,
+    samples: bool = True,
 ) -> Agent | LocalWorkers | None:
-    """Like `choose_agent`, but return None if only programs outside run the agent.
+    """Like `choose_agent`, but return None if no agent is named and none is needed.
 
-    `num_others` workers run elsewhere, whom Ray places.
+    Programs outside may run it, or the run learns without `samples`. `num_others` workers run
+    elsewhere, whom Ray places.
     """
-    if config.external and function is None and not config.is_named:
+    if (config.external or not samples) and function is None and not config.is_named:
         return None
     return choose_agent(config, function, tasks, num_others=num_others)
 

@@ -8,11 +8,11 @@ from typing import Any
 from lightning_jax.cluster.ray_session import require_ray
 from lightning_jax.loading import check_reference, find_program
 from lightning_jax.models.model_files import ModelError, local_path, read_chat_template
-from lightning_jax.rollouts.config import key_of, require_agent
+from lightning_jax.rollouts.config import RewardConfig, key_of, require_agent
 from lightning_jax.schema import PathKind, inner_section, path_kind
-from lightning_jax.settings import ConfigError, changed_keys, read_saved
+from lightning_jax.settings import ConfigError, changed_keys, load_config, read_saved
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import CHECKPOINTS, SETTINGS
+from lightning_jax.train.directory import CHECKPOINTS, SETTINGS, STORE, require_run
 from lightning_jax.train.sinks import check_sinks
 
 
@@ -23,7 +23,9 @@ def check_start(config: Config) -> None:
     must be installed, and the run directory must be usable and hold no checkpoint of other weights.
     """
     check_model(config)
-    if not config.agent.external:
+    if config.learn.run is not None:
+        _check_learn(config)
+    elif not config.agent.external:
         require_agent(config.agent)
     check_files(config)
     require_ray(config.cluster)
@@ -31,20 +33,24 @@ def check_start(config: Config) -> None:
     _check_directory(config)
 
 
-def check_new(config: Config) -> None:
-    """Raise ConfigError if the run directory exists or the policies cannot be trained."""
-    if Path(config.run_dir).exists():
+def _check_learn(config: Config) -> None:
+    """Raise ConfigError for settings of a run that cannot learn from stored attempts."""
+    require_run(Path(config.learn.run or ""), SETTINGS, STORE)
+    saved = Path(config.run_dir) / SETTINGS
+    changed = [key for key in changed_keys(saved, config) if key.startswith("learn.")]
+    if changed := [key for key in changed if key != "learn.num_steps"]:
         raise ConfigError(
-            f"run directory {config.run_dir} already exists; pass another run_dir.",
+            f"run directory {config.run_dir} already exists and has another {changed[0]}; pass "
+            "another run_dir.",
             reason="exists",
             key="run_dir",
         )
-    if config.policies and not config.model.lora.rank:
+    if config.distill.has_teacher:
         raise ConfigError(
-            "this run has policies with weights of their own, which cannot learn from stored "
-            "attempts; set model.lora.rank.",
+            "stored rollouts are learned without a teacher; set distill.teacher, "
+            "distill.teacher_url and distill.hint to null.",
             reason="unsupported",
-            key="policies",
+            key="distill",
         )
 
 
@@ -72,6 +78,16 @@ def check_files(config: Config) -> None:
             find_program(value, key)
         if kind is PathKind.COMMAND and needs_program:
             find_program(value[0], key)
+
+
+def read_rewards(file: Path) -> dict[str, RewardConfig]:
+    """Return the section `rewards` of a YAML file. Raises ConfigError if it has none."""
+    rewards = load_config(Config, [str(file)], only=["rewards"]).rewards
+    if not rewards:
+        raise ConfigError(
+            f"{file} has no rewards; add a section rewards.", reason="missing", key="rewards"
+        )
+    return rewards
 
 
 def check_judges(config: Config) -> None:

@@ -177,10 +177,25 @@ class WarmupConfig(Section):
     stop: WarmupStopConfig = field(default_factory=WarmupStopConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-4))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_set = self.num_steps == 0 or self.demonstrations is not None
-        require(self, demonstrations=(is_set, "FILE:FUNCTION when warmup.num_steps is above 0"))
+
+@dataclass(frozen=True)
+class LearnConfig(Section):
+    """Steps on the stored attempts of another run, which `lightning-jax learn` sets.
+
+    Nothing is sampled but evaluations. See docs/howto/learn_from_stored_attempts.md.
+    """
+
+    run: PathOrName | None = None  # directory of the other run; None: learn from own rollouts
+    # true: steps of a warm-up, which imitate the attempts of `where`; false: policy steps on whole
+    # groups.
+    supervised: bool = True
+    where: str = "reward > 0"  # for supervised steps: attempts to imitate
+    only_best: bool = False  # for supervised steps: only the best of them in each group
+    phase: Literal["train", "eval"] = "train"  # of the rollouts to learn from
+    rescored: bool = False  # score the attempts by `rewards` first
+    num_groups: Count | None = None  # maximum number of groups, evenly spaced; None: all
+    # Number of steps, in place of num_steps and warmup.num_steps. None: each group once.
+    num_steps: Count | None = None
 
 
 def check_policies(
@@ -389,6 +404,7 @@ class Config(Section):
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    learn: LearnConfig = field(default_factory=LearnConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -413,6 +429,13 @@ class Config(Section):
         _check_initial(self.initial_users, self.policies, self.model)
         check_ahead(self.rollout, self.algorithm)
         check_external(self.agent, self.rollout, self.algorithm)
+        if self.warmup.num_steps and not (self.warmup.demonstrations or self.learn.run):
+            raise InvalidValue(
+                "warmup.demonstrations is None; expected FILE:FUNCTION when warmup.num_steps is "
+                "above 0.",
+                reason="missing",
+                key="warmup.demonstrations",
+            )
         if self.warmup.stop.every and self.agent.external:
             raise InvalidValue(
                 f"warmup.stop.every is {self.warmup.stop.every} and agent.external is true, so "

@@ -32,8 +32,9 @@ def load_tasks(config: Config) -> tuple[list[Task], list[Task]]:
     Raises ConfigError for an unsuitable loader or option, and DatasetError for unusable data.
     """
     data = config.data
-    if config.agent.external and data.load is None and data.root is None:
-        return [], []  # the tasks come with the rollouts
+    needs_none = config.agent.external or config.learn.run is not None
+    if needs_none and data.load is None and data.root is None:
+        return [], []  # the rollouts have tasks
     load = load_function(data.load) if data.load else load_task_files
     cache_dir = Path(config.run_dir).parent / "data"  # shared by neighboring runs
     splits = {split: _load_split(load, split, data, cache_dir) for split in ("train", "dev")}

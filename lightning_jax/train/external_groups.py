@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import brief
@@ -26,7 +25,14 @@ from lightning_jax.rollouts.workers import Execution
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.config import Config
 from lightning_jax.train.open_group import OpenGroup, task_digest
-from lightning_jax.train.step_groups import Group, StepGroups, newest_complete, start_scoring
+from lightning_jax.train.step_groups import (
+    Group,
+    Source,
+    StepGroups,
+    completed,
+    newest_complete,
+    start_scoring,
+)
 from lightning_jax.types import FINISHED, LLM, Metrics, Rollout, Task
 
 log = logging.getLogger(__name__)
@@ -37,11 +43,11 @@ MANY_GROUPS = 100  # open ones, from which on incomplete ones are worth a warnin
 COUNTED = ("unfinished", "expired", "groups_too_old", "groups_incomplete")
 
 
-class ExternalGroups:
+class ExternalGroups(Source):
     """Groups that no step has taken yet, filled from outside.
 
     Rollouts join a group by its name and task, so callers that use one name for different tasks
-    share no group.
+    share no group. The store keeps everything, so a checkpoint keeps nothing.
 
     A step takes the groups that were complete last. One is dropped and counted if all calls of its
     finished rollouts are older than `algorithm.max_staleness` steps, and none of its rollouts runs.
@@ -57,7 +63,7 @@ class ExternalGroups:
     ) -> None:
         """`tasks` are those that callers may name by id."""
         self._config, self._runner, self._reader, self._tasks = config, runner, reader, tasks
-        self._on_rollout = on_rollout
+        self.store, self._on_rollout = runner.store, on_rollout
         self._agents = ExternalAgents(config.rollout, config.agent.idle_s, runner.gateway.idle_s)
         self._open: list[OpenGroup] = []  # in order of their keys
         self._complete: list[Group] = []  # the last one was complete last
@@ -129,7 +135,7 @@ class ExternalGroups:
         needs_reward = scorer is None or scorer.needs_agent_reward
         self._agents.end(rollout_id, fields, posted, needs_reward=needs_reward)
         await asyncio.wait({self._running[rollout_id]})
-        return await self._runner.store.in_order(self._runner.store.rollout, rollout_id)
+        return await self.store.in_order(self.store.rollout, rollout_id)
 
     # For the trainer
 
@@ -155,25 +161,16 @@ class ExternalGroups:
 
     @property
     def num_finished(self) -> int:
-        """Number of finished rollouts of groups that no step has taken."""
         complete = sum(len(group.running) for group in self._complete)
         return complete + sum(len(group.finished) for group in self._open)
 
     def take_metrics(self) -> Metrics:
-        """Return counts of what was not trained on since the last call."""
         metrics = {f"rollout/num_external_{name}": float(self._counts[name]) for name in COUNTED}
         of_both = max(self._num_taken + self._num_too_old, 1)
         metrics["rollout/external_too_old_share"] = self._num_too_old / of_both
         self._counts.clear()
         self._num_taken = self._num_too_old = 0
         return metrics
-
-    def progress(self) -> dict[str, Any]:
-        """Return {}: everything is in the store."""
-        return {}
-
-    def restore(self, progress: Mapping[str, Any] | None) -> None:
-        """Do nothing: the first step reads the store."""
 
     async def close(self) -> None:
         """Refuse new rollouts, cancel those that run and their scoring, and wait for their end."""
@@ -253,7 +250,7 @@ class ExternalGroups:
         opened: asyncio.Future[LLM],
     ) -> None:
         """Run one rollout from outside, up to its end."""
-        store = self._runner.store
+        store = self.store
         try:
             if (request.index, attempt) == (0, 1):
                 await store.in_order(
@@ -284,7 +281,7 @@ class ExternalGroups:
         """Return the version of the rollout's newest call, or the step if it has none."""
 
         def read() -> int | None:
-            spans = self._runner.store.spans(rollout.rollout_id)
+            spans = self.store.spans(rollout.rollout_id)
             return newest_version(self._reader.transitions(spans)[0])
 
         version = await run_in_thread(read)
@@ -293,10 +290,8 @@ class ExternalGroups:
     def _complete_group(self, group: OpenGroup) -> None:
         """Move a group to the complete ones, and start to score it."""
         self._open.remove(group)
-        running = [asyncio.get_running_loop().create_future() for _ in group.finished]
-        for index, future in enumerate(running):
-            future.set_result(group.finished[index])
-        complete = Group(group.key, group.version, group.task, tuple(running))
+        running = completed(group.finished[index] for index in range(len(group.finished)))
+        complete = Group(group.key, group.version, group.task, running)
         scoring = start_scoring(self._runner.scorer, group.task, running, self._changed.set)
         self._complete.append(replace(complete, scoring=scoring))
 
@@ -326,7 +321,7 @@ class ExternalGroups:
         self._counts["groups_too_old"] += len(complete) + len(incomplete)
         self._counts["groups_incomplete"] += len(incomplete)
         if group_ids := [group_id("train", *group.key) for group in (*complete, *incomplete)]:
-            store = self._runner.store
+            store = self.store
             await store.in_order(store.drop_external_groups, self._present.step, group_ids)
 
     async def _restore(self, first: int, step: int) -> int:
@@ -334,7 +329,7 @@ class ExternalGroups:
 
         Return the number of those of `step`.
         """
-        store = self._runner.store
+        store = self.store
         found = await store.in_order(store.external_groups, first, step)
         for stored in found:
             rollouts = await store.in_order(store.rollouts, group_id=stored.group_id)

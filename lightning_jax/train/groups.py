@@ -14,17 +14,25 @@ from typing import Any
 from lightning_jax.rollouts.runner import Runner, group_id, make_requests
 from lightning_jax.train.config import Config
 from lightning_jax.train.pipelines import Pipelines
-from lightning_jax.train.step_groups import Group, Key, StepGroups, oldest_complete, start_scoring
-from lightning_jax.types import Metrics, Rollout
+from lightning_jax.train.step_groups import (
+    Group,
+    Key,
+    Source,
+    StepGroups,
+    oldest_complete,
+    start_scoring,
+)
+from lightning_jax.types import Rollout
 
 GROUPS = "groups"  # in the progress of a checkpoint
 
 
-class Groups:
+class Groups(Source):
     """Groups that no step has taken yet.
 
     A step wants some groups, and `rollout.ahead` more may have begun. A group begins only if it
-    will be trained within `algorithm.max_staleness` steps, so none is sampled in vain.
+    will be trained within `algorithm.max_staleness` steps, so none is sampled in vain. A subclass
+    may override `choose`, `num_to_begin` and `new_group`.
     """
 
     def __init__(
@@ -35,13 +43,14 @@ class Groups:
         on_rollout: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_rollout` is called after each rollout."""
-        self._config, self._pipelines, self._runner = config, pipelines, runner
+        self.config, self.pipelines, self.runner = config, pipelines, runner
+        self.store = runner.store
         self._on_rollout = on_rollout
         self._untaken: list[Group] = []  # begun, by key
         self._pending: list[Group] = []  # begun before the process started, and not yet again
         self._next: Key = (0, 0)
         self._wanted = 0
-        self._present = StepGroups(runner.store, self._oldest)
+        self._present = StepGroups(runner.store, self.choose)
         self._changed = asyncio.Event()
 
     async def take(self, step: int, number: int) -> list[Group]:
@@ -62,14 +71,43 @@ class Groups:
         self._begin()
         return chosen
 
+    def choose(self, groups: Sequence[Group], number: int) -> list[Group] | None:
+        """Return the groups that the step trains on, or None if it has to wait.
+
+        `groups` have begun, and no step has taken them. They are in order.
+        """
+        return oldest_complete(
+            groups,
+            number,
+            step=self.step,
+            per_step=self.config.rollout.tasks_per_step,
+            max_staleness=self.config.algorithm.max_staleness,
+        )
+
+    def num_to_begin(self) -> int:
+        """Return the number of groups that may begin now."""
+        num_later = self.config.total_steps - 1 - self.step
+        num_later *= self.config.rollout.tasks_per_step
+        ahead = min(self.config.rollout.ahead, num_later)
+        return max(self._wanted + ahead - len(self._untaken), 0)
+
+    def new_group(self) -> Group:
+        """Return the next group, which has not begun."""
+        step, index = self._next
+        # In lock step, groups that replace others are numbered on within their step.
+        if self.config.rollout.ahead and index >= self.config.rollout.tasks_per_step:
+            step, index = step + 1, 0
+        self._next = (step, index + 1)
+        return Group((step, index), self.step, self.pipelines.next_tasks(1)[0])
+
+    @property
+    def step(self) -> int:
+        """Step that takes groups, or took them last."""
+        return self._present.step
+
     @property
     def num_finished(self) -> int:
-        """Number of finished rollouts of groups that no step has taken."""
         return sum(rollout.done() for group in self._untaken for rollout in group.running)
-
-    def take_metrics(self) -> Metrics:
-        """Return {}: each rollout that has begun is trained on or counted as failed."""
-        return {}
 
     def progress(self) -> dict[str, Any]:
         """Return the groups that no step has taken, and the next key, as a JSON object."""
@@ -80,14 +118,13 @@ class Groups:
         return {GROUPS: {"next": list(self._next), "untaken": untaken}}
 
     def restore(self, progress: Mapping[str, Any] | None) -> None:
-        """Continue at what `progress` of a checkpoint says. Without it, stay at the beginning."""
         saved = (progress or {}).get(GROUPS)
         if saved is None:  # a new run, or one from before groups were saved
             return
         step, index = saved["next"]
         self._next = (step, index)
         for begun in saved["untaken"]:
-            (step, index), task = begun["key"], self._pipelines.as_now(begun["task"])
+            (step, index), task = begun["key"], self.pipelines.as_now(begun["task"])
             self._pending.append(Group((step, index), begun["version"], task))
 
     async def close(self) -> None:
@@ -101,41 +138,18 @@ class Groups:
 
     def _begin(self) -> None:
         """Begin as many groups as may run now."""
-        for _ in range(self._room()):
-            group = self._pending.pop(0) if self._pending else self._new()
+        for _ in range(self.num_to_begin()):
+            group = self._pending.pop(0) if self._pending else self.new_group()
             running = self._start(group)
-            scoring = start_scoring(self._runner.scorer, group.task, running, self._changed.set)
+            scoring = start_scoring(self.runner.scorer, group.task, running, self._changed.set)
             self._untaken.append(replace(group, running=running, scoring=scoring))
         self._untaken.sort(key=lambda group: group.key)
 
-    def _oldest(self, groups: Sequence[Group], number: int) -> list[Group] | None:
-        return oldest_complete(
-            groups,
-            number,
-            step=self._present.step,
-            per_step=self._per_step,
-            max_staleness=self._config.algorithm.max_staleness,
-        )
-
-    def _room(self) -> int:
-        """Return the number of groups that may begin."""
-        num_later = (self._config.total_steps - 1 - self._present.step) * self._per_step
-        ahead = min(self._config.rollout.ahead, num_later)
-        return max(self._wanted + ahead - len(self._untaken), 0)
-
-    def _new(self) -> Group:
-        step, index = self._next
-        # In lock step, groups that replace others are numbered on within their step.
-        if self._config.rollout.ahead and index >= self._per_step:
-            step, index = step + 1, 0
-        self._next = (step, index + 1)
-        return Group((step, index), self._present.step, self._pipelines.next_tasks(1)[0])
-
     def _start(self, group: Group) -> tuple[asyncio.Task[Rollout], ...]:
         step, index = group.key
-        size = self._config.rollout.group_size
+        size = self.config.rollout.group_size
         requests = make_requests([group.task], "train", step, size, first_index=index)
-        running = [asyncio.create_task(self._runner.run_in_turn(request)) for request in requests]
+        running = [asyncio.create_task(self.runner.run_in_turn(request)) for request in requests]
         for rollout in running:
             rollout.add_done_callback(self._done)
         return tuple(running)
@@ -144,10 +158,6 @@ class Groups:
         self._changed.set()
         if not rollout.cancelled() and rollout.exception() is None:
             self._on_rollout()
-
-    @property
-    def _per_step(self) -> int:
-        return self._config.rollout.tasks_per_step
 
 
 def untaken_ids(progress: Mapping[str, Any] | None) -> list[str]:

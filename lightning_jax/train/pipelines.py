@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.loading import load_function
+from lightning_jax.models.config import policy_indices
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.train.baselines import baseline_metrics
@@ -13,6 +14,7 @@ from lightning_jax.train.conversations import call_demonstrations
 from lightning_jax.train.data import evenly_spaced
 from lightning_jax.train.demonstrations import demonstration_sequences
 from lightning_jax.train.difficulty import DifficultySampler
+from lightning_jax.train.stored import Stored, attempt_sequences
 from lightning_jax.train.tasks import TaskIterator, group_tasks
 from lightning_jax.types import Metrics, Rollout, Task
 
@@ -20,7 +22,8 @@ from lightning_jax.types import Metrics, Rollout, Task
 class Pipelines:
     """Endless pipelines of training tasks and demonstrations, and the fixed dev tasks.
 
-    `baselines` are metrics of the dev tasks.
+    `baselines` are metrics of the dev tasks. `stored` attempts take the place of
+    demonstrations, and `stored_steps` of rollouts.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class Pipelines:
         tokenizer: Tokenizer,
         train_tasks: Sequence[Task],
         dev_tasks: Sequence[Task],
+        stored: Stored | None = None,
     ) -> None:
         warmup = config.warmup
         self.dev_tasks = evenly_spaced(dev_tasks, config.eval.num_tasks)
@@ -45,8 +49,12 @@ class Pipelines:
             self.probe_tasks = evenly_spaced(train_tasks, at_most)
         probed = {task["id"] for task in self.probe_tasks}
         shown = [task for task in train_tasks if task["id"] not in probed]
-        groups = group_tasks(shown, warmup.group_by, warmup.group_size)
-        self._groups = TaskIterator(groups, warmup.groups_per_step, config.seed + 1)
+        attempts = stored if config.learn.supervised else None
+        self.stored_steps = None if config.learn.supervised else stored
+        self._has_attempts, per_step = attempts is not None, warmup.groups_per_step
+        groups = attempts or group_tasks(shown, warmup.group_by, warmup.group_size)
+        per_step = min(per_step, len(attempts)) if attempts else per_step
+        self._groups = TaskIterator(groups, per_step, config.seed + 1)
         self._demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
         self._tokenizer, self._routing = tokenizer, Routing(config.roles, config.policies)
 
@@ -67,14 +75,17 @@ class Pipelines:
         return self._sampler.observe(rollouts) if self._sampler is not None else {}
 
     def next_demonstrations(self) -> tuple[list[TrainingSequence], Metrics]:
-        """Return (sequences of the next warm-up step, numbers of its tasks and conversations)."""
+        """Return (sequences of the next supervised step, numbers of tasks and conversations)."""
+        groups = next(self._groups)
+        items = [item for group in groups for item in group]
+        if self._has_attempts:
+            sequences = attempt_sequences(groups, policy_indices(self._routing.policies))
+            return sequences, _counts(len(groups), len(items))
         assert self._demonstrate is not None, "config checks that a warm-up has demonstrations"
-        tasks = [task for group in next(self._groups) for task in group]
-        conversations = call_demonstrations(self._demonstrate, tasks)
-        # The function leaves out tasks without a demonstration.
-        counts = {"num_tasks": len(tasks), "num_conversations": len(conversations)}
+        conversations = call_demonstrations(self._demonstrate, items)
         sequences = demonstration_sequences(conversations, self._tokenizer, self._routing)
-        return sequences, {f"train/{name}": float(count) for name, count in counts.items()}
+        # The function leaves out tasks without a demonstration.
+        return sequences, _counts(len(items), len(conversations))
 
     def as_now(self, task: Task) -> Task:
         """Return a saved task as it is now: a path or a URL in it may have changed."""
@@ -98,3 +109,8 @@ class Pipelines:
         self._groups.restore(progress["demonstrations"])
         if self._sampler is not None and "difficulty" in progress:
             self._sampler.restore(progress["difficulty"])
+
+
+def _counts(num_tasks: int, num_conversations: int) -> Metrics:
+    counts = {"num_tasks": num_tasks, "num_conversations": num_conversations}
+    return {f"train/{name}": float(count) for name, count in counts.items()}

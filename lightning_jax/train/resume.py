@@ -31,7 +31,7 @@ HARMLESS = (
     "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency",
     "rollout.retry_delay_s", "rollout.max_retry_delay_s", "rollout.ahead", "mesh.", "distributed.",
     "cluster.", "agent.max_processes", "agent.memory_mib", "agent.workers", "agent.remote_workers",
-    "agent.lease_s", "agent.idle_s", "metrics.",
+    "agent.lease_s", "agent.idle_s", "metrics.", "learn.num_steps",
 )  # fmt: skip
 
 # Settings that affect a step's update but not the rollouts of existing weights.
@@ -110,6 +110,7 @@ def digests(
     named = {
         "agent.reward": _file_of(agent.reward),
         "distill.hint": _file_of(config.distill.hint),
+        "rollout.source": _file_of(config.rollout.source),
         "warmup.demonstrations": _file_of(config.warmup.demonstrations),
         "model.chat_template": template and Path(template).expanduser(),
     }

@@ -147,7 +147,8 @@ class Run:
             metrics = {name.replace("train/", "warmup/"): v for name, v in metrics.items()}
         else:
             metrics |= noise_metrics([*self.metrics.rows, metrics])
-            warn_of_mismatch(metrics, step, self.config.model.dtype)
+            if self.pipelines.stored_steps is None:  # else other weights have sampled
+                warn_of_mismatch(metrics, step, self.config.model.dtype)
             self.learning.observe(metrics, step)
         log.info("step %d: %s", step, summary(metrics))
         row |= metrics

@@ -51,6 +51,7 @@ from lightning_jax.train.serving import prepare_serving, requests_at_once
 from lightning_jax.train.sinks import check_sinks
 from lightning_jax.train.state import Replica
 from lightning_jax.train.status import recorded_end
+from lightning_jax.train.stored import Stored
 from lightning_jax.train.tasks import no_tasks
 from lightning_jax.types import LLM, Task
 
@@ -70,22 +71,28 @@ async def open_run(
     *,
     agent: AgentFunction | None = None,
     make_page: MakePage | None = None,
+    stored: Stored | None = None,
 ) -> AsyncIterator[Run]:
     """Yield a run at the current step of its directory, with its server running.
 
-    Everything is closed at the end.
+    With `stored` it learns from that, and needs an agent only to evaluate. Everything is closed at
+    the end.
     """
     _check_settings(config)
     async with AsyncExitStack() as at_end:  # last in, first out
         config = at_end.enter_context(guarded_process(config))
         train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
-        if not train_tasks and not config.agent.external:
+        if not train_tasks and stored is None and not config.agent.external:
             raise no_tasks()
         made = choose_trained_agent(
-            config.agent, agent, (*train_tasks, *dev_tasks), num_others=config.cluster.workers
+            config.agent,
+            agent,
+            (*train_tasks, *dev_tasks),
+            num_others=config.cluster.workers,
+            samples=stored is None,
         )
         if made is None:
-            log.info("no evaluations: only programs outside run the agent; set agent.function")
+            log.info("no evaluations: nothing here runs the agent; set agent.function")
             dev_tasks = []
         check_search(config, train_tasks)
         algorithm = load_choices(config.algorithm)
@@ -96,7 +103,7 @@ async def open_run(
         changed = find_changes(config, sources)
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / STORE)))
-        pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks)
+        pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks, stored)
         hints = make_hints(config.distill.hint, model.tokenizer, train_tasks)
         serve = prepare_serving(config, model, store)
         replica = Replica(replace(config, algorithm=algorithm), model)
@@ -293,13 +300,17 @@ def _check_settings(config: Config) -> None:
             reason="conflict",
             key="cluster.trainers",
         )
-    if config.distill.teacher_url is not None and jax.process_count() > 1:
-        raise ConfigError(
-            f"distill.teacher_url is set and the run has {jax.process_count()} processes, each of "
-            "which would ask the server; set distributed.mode=none, or distill.teacher to a model.",
-            reason="conflict",
-            key="distill.teacher_url",
-        )
+    for key, value, fix in (
+        ("learn.run", config.learn.run, ""),
+        ("distill.teacher_url", config.distill.teacher_url, ", or distill.teacher to a model"),
+    ):
+        if value is not None and jax.process_count() > 1:
+            raise ConfigError(
+                f"{key} is set and the run has {jax.process_count()} processes, each of which "
+                f"would read from it; set distributed.mode=none{fix}.",
+                reason="conflict",
+                key=key,
+            )
     if config.agent.external and (config.cluster.samplers or jax.process_count() > 1):
         raise ConfigError(
             "agent.external is true, and rollouts from outside need the engines in one process; "

@@ -1,14 +1,15 @@
-"""Groups of rollouts that are trained together, and the choice of those that a step takes."""
+"""Source of the groups that policy steps train on, and the choice of those that a step takes."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_jax.rollouts.runner import group_id
 from lightning_jax.rollouts.scoring import Scorer
 from lightning_jax.traces.store import Store
-from lightning_jax.types import Rollout, Task
+from lightning_jax.types import Metrics, Rollout, Task
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,56 @@ class Group:
         if self.scoring is not None:
             return self.scoring.result()
         return [rollout.result() for rollout in self.running]
+
+
+def completed(rollouts: Iterable[Rollout]) -> tuple[asyncio.Future[Rollout], ...]:
+    """Return futures that have these results, for a group whose rollouts have ended."""
+    futures = []
+    for rollout in rollouts:
+        futures.append(asyncio.get_running_loop().create_future())
+        futures[-1].set_result(rollout)
+    return tuple(futures)
+
+
+class Source:
+    """Source of the groups that the policy steps of a run train on.
+
+    The run asks it for the groups of each step in turn. `Groups` samples them, `ExternalGroups`
+    lets programs outside open them, and `StoredGroups` reads them from another run.
+
+    `rollout.source: FILE:CLASS` names a subclass of yours, most easily of `Groups`. It is made with
+    the arguments of `Groups`: the settings, the tasks (`Pipelines`), the runner of the agent, and a
+    function to call after each rollout.
+    """
+
+    store: Store  # with the spans of the rollouts
+
+    async def take(self, step: int, number: int) -> list[Group]:
+        """Wait until the step can take this many complete groups, and return them.
+
+        A step takes more than once if `algorithm.max_sampling_rounds` is above 1. A step that is
+        repeated after a crash must take the same groups again; `StepGroups` keeps them.
+        """
+        raise NotImplementedError
+
+    @property
+    def num_finished(self) -> int:
+        """Number of finished rollouts of groups that no step has taken, for the progress bar."""
+        return 0
+
+    def take_metrics(self) -> Metrics:
+        """Return counts of what was not trained on since the last call."""
+        return {}
+
+    def progress(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep, as a JSON object with names of its own."""
+        return {}
+
+    def restore(self, progress: Mapping[str, Any] | None) -> None:
+        """Continue at what `progress` of a checkpoint says. Without it, stay at the beginning."""
+
+    async def close(self) -> None:
+        """Cancel what runs, and wait for its end."""
 
 
 Choose = Callable[[Sequence[Group], int], list[Group] | None]  # (untaken, number) -> chosen

@@ -39,9 +39,11 @@ from lightning_jax.train import multihost
 from lightning_jax.train.checkpoint import CheckpointError
 from lightning_jax.train.config import Config
 from lightning_jax.train.progress import show_progress
+from lightning_jax.train.rescored import rescore
 from lightning_jax.train.run import Run
 from lightning_jax.train.startup import MakePage, load_trainable, open_run, with_dtypes
 from lightning_jax.train.state import Replica
+from lightning_jax.train.stored import read_stored
 from lightning_jax.types import Task
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ async def train(
 ) -> list[dict[str, float | int]]:
     """Run or resume a run to its end and return the rows of its metrics file.
 
+    If `config.learn` names a run, learn from its stored attempts.
     `agent` is a function (task, llm) that returns the reward, by default the one that `config`
     names. `make_page` makes a page for people that the run's server shows. In a run of several
     processes all of them call this, and only process 0 returns rows.
@@ -71,10 +74,14 @@ async def train(
         return []
     _check_files(config)
     _warn_of_bias(config)
-    async with (
-        multihost.cancel_on_stop(),
-        open_run(config, train_tasks, dev_tasks, agent=agent, make_page=make_page) as run,
-    ):
+    stored = None
+    if config.learn.run is not None:
+        rescored = await rescore(config) if config.learn.rescored else None
+        config, stored = await asyncio.to_thread(read_stored, config, rescored)
+    opened = open_run(
+        config, train_tasks, dev_tasks, agent=agent, make_page=make_page, stored=stored
+    )
+    async with multihost.cancel_on_stop(), opened as run:
         with (
             logging_redirect_tqdm(),
             tqdm(

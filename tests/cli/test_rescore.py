@@ -1,5 +1,6 @@
 """Tests of `lightning-jax rescore` with the rewards of the experiments' agents, on stored runs."""
 
+import asyncio
 import sqlite3
 import sys
 from collections.abc import Sequence
@@ -10,14 +11,16 @@ from typing import Any
 
 import pytest
 
-from lightning_jax.cli.rescore import by_evaluation, rescored_groups
+from lightning_jax.cli.rescore import by_evaluation
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import save_config
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
+from lightning_jax.train.check import read_rewards
 from lightning_jax.train.config import Config
+from lightning_jax.train.rescored import rescored_groups
 from lightning_jax.types import Rollout, Span, Task
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +68,7 @@ def _store_run(run: Path, task: Task, attempts: Sequence[Sequence[str]]) -> None
 def _rescored(run: Path, agent: str) -> list[dict[str, float]]:
     """Return the components of each attempt by the file of an agent's rewards."""
     file = ROOT / "experiments" / "rewards" / f"{agent}.yaml"
-    _, groups = rescored_groups(run, file, phase="eval")
+    groups = asyncio.run(rescored_groups(run, read_rewards(file), phase="eval"))
     assert all(before.reward == 0.0 for group in groups for before, _ in group)
     for _, after in (pair for group in groups for pair in group):
         assert after.reward == after.components["reward"]

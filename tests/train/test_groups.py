@@ -27,6 +27,7 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.train import trainer
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
+from lightning_jax.train.groups import Groups
 from lightning_jax.train.metrics import read_metrics
 from lightning_jax.train.startup import open_run
 from lightning_jax.train.state import Replica
@@ -120,7 +121,9 @@ def test_lock_step_is_the_plain_loop_to_the_bit(tmp_path: Path) -> None:
     async def by_hand(config: Config) -> list[dict[str, float]]:
         rows = []
         async with open_run(config, TASKS, TASKS) as run:
-            runner = run.collector.groups._runner
+            source = run.collector.groups
+            assert isinstance(source, Groups)
+            runner = source.runner
             for step in range(3):
                 tasks = run.pipelines.next_tasks(config.rollout.tasks_per_step)
                 rollouts = await run_requests(make_requests(tasks, "train", step, 3), runner)

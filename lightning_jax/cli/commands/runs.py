@@ -187,9 +187,8 @@ class Rescore(Command):
 
     Prints the mean of each component, the rank correlation with the stored rewards within groups,
     and the share of rollouts whose advantage changes its sign. With --phase eval, each evaluation
-    has a line. With --train, policy steps follow on these rollouts, and nothing is sampled.
-    run_dir=DIR names the new run directory, by default RUN-rescored. The run itself stays as it is,
-    except that verdicts of judges are kept in its store.
+    has a line. The run itself stays as it is, except that verdicts of judges are kept in its store.
+    `learn` trains with the other rewards.
     """
 
     run_dir: Path = argument("RUN", "a run directory")
@@ -200,50 +199,13 @@ class Rescore(Command):
         "rollouts to score: train or eval (default: %(default)s)", default="train"
     )
     limit: AtLeastOne | None = flag("maximum number of groups, evenly spaced (default: all)", "N")
-    train: bool = flag(
-        "then train on these rollouts with the new rewards, in a run directory of its own",
-        default=False,
-    )
-    settings: list[str] = argument(
-        "key=value",
-        "with --train: settings that differ from the run's, such as run_dir and algorithm.*",
-        default_factory=list,
-    )
-    steps: AtLeastOne | None = flag("with --train: number of steps (default: each group once)", "N")
-    start: Literal["policy", "model"] = flag(
-        "with --train: start from the run's policy or from the model it began with (%(default)s)",
-        default="model",
-    )
 
     def run(self) -> int:
-        from lightning_jax.cli.from_stored import settings_of_offline_run
-        from lightning_jax.settings import ConfigError
         from lightning_jax.train.directory import SETTINGS, STORE, require_run
 
         require_run(self.run_dir, SETTINGS, STORE)
-        if self.settings and not self.train:
-            raise ConfigError(
-                f"{self.settings[0]} is a setting of a new run; pass --train too.",
-                reason="conflict",
-                key="--train",
-            )
-        config = None
-        if self.train:
-            config = settings_of_offline_run(self.run_dir, "-rescored", self.settings)
 
-        from lightning_jax.cli.rescore import (  # imports JAX, after the checks
-            rescore,
-            train_rescored,
-        )
+        from lightning_jax.cli.rescore import rescore  # imports JAX, after the check
 
-        scored = rescore(self.run_dir, self.rewards, phase=self.phase, limit=self.limit)
-        if config is not None:
-            train_rescored(
-                self.run_dir,
-                config,
-                scored,
-                phase=self.phase,
-                num_steps=self.steps,
-                start=self.start,
-            )
+        rescore(self.run_dir, self.rewards, phase=self.phase, limit=self.limit)
         return 0

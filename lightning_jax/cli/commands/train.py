@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from lightning_jax.cli.command import AtLeastOne, SettingsCommand, UsageError, flag
 from lightning_jax.cli.runtime import stop_on_sigterm
@@ -17,6 +18,7 @@ class Train(SettingsCommand):
     dev.jsonl. data.load is FILE:FUNCTION. The exit code is 1 if no step changed the weights.
     """
 
+    can_resume: ClassVar[bool] = True
     studio: bool = flag(
         "show the live page of `studio` at / of the run's server; the log has its URL and key",
         default=False,

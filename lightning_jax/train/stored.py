@@ -1,20 +1,35 @@
-"""Stored attempts of a run: the steps that trained on them, and their use as demonstrations."""
+"""Stored attempts of a run, as what the steps of another run learn from.
 
+Policy steps take whole groups, as the steps of that run did. Supervised steps imitate chosen
+attempts, with the token ids in the store: rejection sampling, or a round of RAFT (2304.06767).
+"""
+
+import logging
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from lightning_jax.models.formats.find import load_tokenizer
 from lightning_jax.rl.advantages import stands_out
 from lightning_jax.rl.batches.batching import make_supervised_sequences
 from lightning_jax.rl.sequence import TrainingSequence
-from lightning_jax.rollouts.conditions import Condition, Value
+from lightning_jax.rollouts.conditions import Condition, Value, parse_condition
 from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
-from lightning_jax.settings import ConfigError
+from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.traces.store import Store
+from lightning_jax.train.config import Config
+from lightning_jax.train.data import evenly_spaced
+from lightning_jax.train.directory import SETTINGS, STORE
+from lightning_jax.train.step_groups import Group, Source, completed
 from lightning_jax.types import FINISHED, Rollout, Trajectory, Transition
+
+log = logging.getLogger(__name__)
 
 ATTEMPT_NAMES = ("reward", "step", "index", "calls", "tokens", "task")
 
@@ -53,6 +68,107 @@ class Attempt:
         }
 
 
+class StoredGroups(Source):
+    """Groups of another run, in the steps that trained on them. After the last, the first comes."""
+
+    def __init__(self, path: Path, steps: Sequence[Sequence[Rollout]]) -> None:
+        """`path` is the store of the other run."""
+        self.store, self._steps = Store(path, read_only=True), steps
+
+    async def take(self, step: int, number: int) -> list[Group]:
+        """Return the groups of one step of the other run, whatever their number."""
+        groups = _by_group(self._steps[step % len(self._steps)]).values()
+        return [
+            Group((step, index), step, {"id": rollouts[0].task_id}, completed(rollouts))
+            for index, rollouts in enumerate(groups)
+        ]
+
+    async def close(self) -> None:
+        self.store.close()
+
+
+Stored = list[list[Any]]  # rollouts by policy step, or attempts by group for supervised steps
+
+
+def read_stored(
+    config: Config, rescored: Mapping[str, Rollout] | None = None
+) -> tuple[Config, Stored]:
+    """Return (the settings with the number of steps, what they learn from) for `config.learn`.
+
+    Without a number in the settings, each group comes once. `rescored` has rollouts with other
+    rewards, by their id; others are left out then. Raises ConfigError if nothing can be learned.
+    """
+    learn = config.learn
+    assert learn.run is not None, "a run is named"
+    with closing(Store(Path(learn.run) / STORE, read_only=True)) as store:
+        if rescored is None and learn.num_groups is not None:
+            some = evenly_spaced(finished_groups(store, learn.phase), learn.num_groups)
+            rescored = {rollout.rollout_id: rollout for group in some for rollout in group}
+        if not learn.supervised:
+            steps = _steps(store, config, rescored)
+            config = replace(config, num_steps=learn.num_steps or len(steps))
+            return config, steps
+        groups = _chosen(store, config, rescored)
+    num_steps = learn.num_steps or -(-len(groups) // config.warmup.groups_per_step)
+    config = replace(config, num_steps=0, warmup=replace(config.warmup, num_steps=num_steps))
+    return config, groups
+
+
+def _steps(
+    store: Store, config: Config, rescored: Mapping[str, Rollout] | None
+) -> list[list[Rollout]]:
+    """Return the rollouts of each policy step.
+
+    The steps are those of the run, unless groups are left out or `rollout.tasks_per_step` is
+    another. Then each has that many groups in the same order.
+    """
+    learn, per_step = config.learn, config.rollout.tasks_per_step
+    saved = str(Path(learn.run or "") / SETTINGS)
+    of_run = load_config(Config, [saved], only=["rollout", "algorithm"]).rollout
+    whole, steps = (stored_steps(store, learn.phase, some) for some in (None, rescored))
+    num_groups = len(_by_group(rollout for step in steps for rollout in step))
+    if not num_groups:
+        raise ConfigError(
+            f"run {learn.run} has no scored {learn.phase} rollouts to learn from; choose another "
+            "--phase.",
+            reason="empty",
+            key="--phase",
+        )
+    is_less = num_groups < len(_by_group(rollout for step in whole for rollout in step))
+    if per_step != of_run.tasks_per_step or is_less:
+        steps = regroup(steps, per_step)
+    log.info("learning from %d groups in %d steps", num_groups, len(steps))
+    return steps
+
+
+def _chosen(
+    store: Store, config: Config, rescored: Mapping[str, Rollout] | None
+) -> list[list[Attempt]]:
+    """Return the attempts that supervised steps imitate, by group."""
+    learn, decode = config.learn, load_tokenizer(config.model.name).decode
+    reader = TraceReader(config.roles, config.reward_rules, decode, config.policies, config.rollout)
+    attempts = stored_attempts(store, reader, learn.phase, rescored)
+    condition = parse_condition(learn.where)
+    groups = choose_attempts(attempts, condition, only_best=learn.only_best)
+    number = sum(map(len, groups))
+    log.info("learning from %d of %d attempts, in %d groups", number, len(attempts), len(groups))
+    return groups
+
+
+def finished_groups(store: Store, phase: str) -> list[list[Rollout]]:
+    """Return the finished rollouts of each group, failed ones included, in order."""
+    rollouts = (r for r in store.rollouts(phase=phase) if r.status in FINISHED)
+    return list(_by_group(rollout for rollout in rollouts if not rollout.superseded).values())
+
+
+def _by_group(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
+    """Return the rollouts of each group, by its id."""
+    groups: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.group_id].append(rollout)
+    return groups
+
+
 def stored_steps(
     store: Store,
     phase: str,
@@ -66,13 +182,16 @@ def stored_steps(
     are left out, unless the store is older than its record of them. `rescored` has rollouts with
     other rewards, by their id; others are left out then.
     """
-    groups: dict[str, list[Rollout]] = defaultdict(list)
-    for stored in store.rollouts(phase=phase):
-        found = stored if rescored is None else rescored.get(stored.rollout_id)
-        if found is None or stored.superseded:
-            continue
-        if found.status in FINISHED and found.reward is not None:
-            groups[found.group_id].append(found)
+    found = (
+        stored if rescored is None else rescored.get(stored.rollout_id)
+        for stored in store.rollouts(phase=phase)
+        if not stored.superseded
+    )
+    groups = _by_group(
+        rollout
+        for rollout in found
+        if rollout is not None and rollout.status in FINISHED and rollout.reward is not None
+    )
     recorded = store.all_step_groups() if phase == "train" else {}
     taken = {group_id for names in recorded.values() for group_id in names}
     first = min(recorded, default=math.inf) if only_trained else math.inf
@@ -89,10 +208,7 @@ def stored_steps(
 
 def regroup(steps: Sequence[Sequence[Rollout]], per_step: int) -> list[list[Rollout]]:
     """Return the same rollouts in steps of `per_step` groups, of which the last may have fewer."""
-    groups: dict[str, list[Rollout]] = defaultdict(list)
-    for rollout in (rollout for step in steps for rollout in step):
-        groups[rollout.group_id].append(rollout)
-    members = list(groups.values())
+    members = list(_by_group(rollout for step in steps for rollout in step).values())
     return [
         [rollout for group in members[start : start + per_step] for rollout in group]
         for start in range(0, len(members), per_step)
@@ -163,17 +279,17 @@ def choose_attempts(
 
 
 def attempt_sequences(
-    groups: Sequence[Sequence[Attempt]], adapters: Mapping[str, int]
+    groups: Sequence[Sequence[Attempt]], indices: Mapping[str, int]
 ) -> list[TrainingSequence]:
     """Return one sequence per call, with the token ids that were sampled.
 
     All tokens that a policy sampled have the same weight. Tokens that a grammar forced are only
-    read. `adapters` maps the policies to their adapter indices.
+    read. `indices` are those of the policies, in `Config.policies`.
     """
     calls: dict[int | None, list[Transition]] = defaultdict(list)
     for attempt in (attempt for group in groups for attempt in group):
         for call in attempt.trajectory.transitions:
-            calls[adapters.get(call.answered_by)].append(call)
+            calls[indices.get(call.answered_by)].append(call)
     return [
         replace(
             sequence, adapter=index, loss_mask=tuple(not is_forced for is_forced in call.forced)

@@ -1,0 +1,178 @@
+"""The command `lightning-jax learn`. Nothing heavy is imported before it runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from lightning_jax.cli.command import AtLeastOne, Command, UsageError, argument, flag
+from lightning_jax.cli.runtime import stop_on_sigterm
+from lightning_jax.system.process_state import kept_process
+
+if TYPE_CHECKING:
+    from lightning_jax.train.config import Config
+
+DEFAULT_WHERE = "reward > 0"
+# Settings of the other run that have no meaning without sampling.
+UNUSED = (
+    "agent.external=false", "rollout.ahead=0", "rollout.source=null", "prompt_search.every=0",
+    "data.sampler=uniform", "warmup.num_steps=0", "warmup.demonstrations=null",
+    "warmup.stop.every=0", "distributed.mode=none", "cluster.samplers=0", "cluster.trainers=0",
+    "cluster.workers=0",
+)  # fmt: skip
+SUPERVISED = ("distill.teacher=null", "distill.teacher_url=null", "distill.hint=null")
+POLICY = (f"algorithm.max_staleness={2**31 - 1}",)  # no sample is too old
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learn(Command):
+    """Train on the stored attempts of a run. Nothing is sampled but evaluations.
+
+    A step takes warmup.groups_per_step groups with --supervised, and with --policy those that a
+    step of the run took. A condition compares reward, step, index, calls, tokens (sampled ones),
+    task, components of the reward and numbers that the agent returned. The settings are those of
+    the run. run_dir=DIR names the new run directory, by default RUN-learned. The same command
+    resumes it. The other run stays as it is, except that verdicts of judges are kept in its store.
+    The exit code is 1 if no policy step changed the weights.
+    """
+
+    can_resume: ClassVar[bool] = True
+    run_dir: Path = argument("RUN", "a run directory")
+    settings: list[str] = argument(
+        "key=value",
+        "settings that differ from the run's, such as run_dir, warmup.* and algorithm.*",
+        default_factory=list,
+    )
+    supervised: bool = flag(
+        "supervised steps, which imitate the attempts that --where and --best choose", default=False
+    )
+    policy: bool = flag(
+        "policy steps on whole groups, by their rewards: with advantages and algorithm.loss",
+        default=False,
+    )
+    where: str | None = flag(
+        "with --supervised: attempts to imitate, such as 'reward > 0.9 and calls <= 3' "
+        f"(default: '{DEFAULT_WHERE}')",
+        "CONDITION",
+    )
+    best: bool = flag(
+        "with --supervised: only the best of them in each group, if it beats the group's mean or "
+        "earned 1",
+        default=False,
+    )
+    rewards: Path | None = flag(
+        "score the attempts by the section `rewards` of this YAML file first", "FILE"
+    )
+    phase: Literal["train", "eval"] = flag(
+        "rollouts to learn from: train or eval (default: %(default)s)", default="train"
+    )
+    limit: AtLeastOne | None = flag("maximum number of groups, evenly spaced (default: all)", "N")
+    steps: AtLeastOne | None = flag("number of steps (default: each group once)", "N")
+    start: Literal["policy", "model"] | None = flag(
+        "start from the run's policy or from the model that it began with (default: policy with "
+        "--supervised, model with --policy)"
+    )
+
+    def run(self) -> int:
+        from lightning_jax.train.check import check_start
+        from lightning_jax.train.data import load_tasks
+        from lightning_jax.train.directory import SETTINGS, STORE, require_run, with_fixed_paths
+
+        stop_on_sigterm()
+        if self.supervised == self.policy:
+            raise UsageError(
+                "the steps are either supervised or policy steps; pass --supervised or --policy.",
+                reason="conflict" if self.policy else "missing",
+                key="--supervised",
+            )
+        require_run(self.run_dir, SETTINGS, STORE)
+        config = self._config()
+        check_start(config)
+        with kept_process():  # loaders and agents may change the directory
+            fixed = with_fixed_paths(config)
+            tasks = load_tasks(fixed)
+
+            from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
+
+            return train_and_report(fixed, *tasks, label=Path(config.run_dir))
+
+    def _config(self) -> "Config":
+        """Return the settings of the new run. Raises ConfigError if a flag does not fit them."""
+        from lightning_jax.rollouts.conditions import parse_condition
+        from lightning_jax.settings import ConfigError
+        from lightning_jax.train.check import read_rewards
+        from lightning_jax.train.config import LearnConfig
+
+        source = self.run_dir
+        if self.policy and (self.where is not None or self.best):
+            raise ConfigError(
+                "--where and --best choose attempts to imitate, and policy steps learn from whole "
+                "groups; pass --supervised, or drop both.",
+                reason="conflict",
+                key="--where",
+            )
+        condition = parse_condition(DEFAULT_WHERE if self.where is None else self.where)
+        beside = f"run_dir={source.with_name(source.resolve().name + '-learned')}"
+        if self.policy:
+            config = settings_of_policy_steps(source, [beside, *self.settings])
+        else:
+            config = _load(source, [*UNUSED, *SUPERVISED, beside, *self.settings])
+        if self.rewards is not None:
+            config = replace(config, rewards=read_rewards(self.rewards))
+        learn = LearnConfig(
+            run=str(source.resolve()),
+            supervised=self.supervised,
+            where=condition.text,
+            only_best=self.best,
+            phase=self.phase,
+            rescored=self.rewards is not None,
+            num_groups=self.limit,
+            num_steps=self.steps,
+        )
+        start = self.start or ("model" if self.policy else "policy")
+        return replace(_begun_at(source, config) if start == "policy" else config, learn=learn)
+
+
+def settings_of_policy_steps(source: Path, settings: Sequence[str]) -> "Config":
+    """Return the settings of the run in `source`, with these, for policy steps on its samples.
+
+    These come from weights that differ more and more from those in training. PPO's clip against the
+    policy that sampled would ignore most tokens, so by default the ratio is to the trainer's own
+    `old` policy, and a truncated importance weight corrects for the rest. A correction of the run
+    stays. DPO has no ratio.
+    """
+    changes = [*UNUSED, *POLICY]
+    config = _load(source, [*changes, *settings])
+    if config.algorithm.loss == "dpo":
+        return config
+    changes.append("algorithm.proximal=old")
+    config = _load(source, [*changes, *settings])
+    if config.algorithm.correction == "none" and config.algorithm.proximal == "old":
+        changes.append("algorithm.correction=truncate")
+    return _load(source, [*changes, *settings])
+
+
+def _load(source: Path, settings: Sequence[str]) -> "Config":
+    from lightning_jax.settings import load_config
+    from lightning_jax.train.config import Config
+    from lightning_jax.train.directory import SETTINGS
+
+    return load_config(Config, [str(source / SETTINGS), *settings])
+
+
+def _begun_at(source: Path, config: "Config") -> "Config":
+    """Return settings that begin with the policy of the run in `source`."""
+    from lightning_jax.settings import ConfigError
+    from lightning_jax.train.directory import find_weights
+
+    found = find_weights(source)
+    if not found.is_exported or config.policies:
+        fact = "trains several policies" if found.is_exported else "has not ended"
+        raise ConfigError(
+            f"run {source} {fact}, so its policy is no model to start from; pass --start model.",
+            reason="not_exported",
+            key="--start",
+        )
+    name = str(found.path.resolve())  # has the settings' template and its variables in it
+    model = replace(config.model, name=name, chat_template=None, chat_template_kwargs={})
+    return replace(config, model=model)
