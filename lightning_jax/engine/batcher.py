@@ -76,7 +76,7 @@ class Batcher:
             if not request.finished:
                 self._prompts.hold(request)
         self._begin()
-        self._step()
+        self._decode_once()
         deliveries, self._outgoing = self._outgoing, []
         return deliveries
 
@@ -110,7 +110,7 @@ class Batcher:
             if adjuster:
                 self._try(admission.request, lambda begin=adjuster.begin: begin(self._grammars))
 
-    def _step(self) -> None:
+    def _decode_once(self) -> None:
         """Start one or more steps, then hand out the tokens of the previous ones, which are ready.
 
         So the device never waits for the host. A request that has just ended runs once more in

@@ -129,7 +129,12 @@ class TeacherScorer:
 
         A sequence that fits no row, with the hint in its prompt if there is one, has None.
         """
-        batches, _ = make_batches([_read_by_teacher(item) for item in sequences], self.batch)
+        prompts = [item.teacher_prompt_ids or item.prompt_token_ids for item in sequences]
+        readable = [
+            replace(item, prompt_token_ids=prompt, states=None, teacher_scores=None)
+            for item, prompt in zip(sequences, prompts, strict=True)
+        ]
+        batches, _ = make_batches(readable, self.batch)
         sharded = put_on_mesh(batches, batch_sharding(self.mesh))
         measured = to_host(measure(self.scores_fn, sharded, params, self.top_k))
         all_scores = by_sequence(batches, measured, len(sequences))
@@ -137,12 +142,6 @@ class TeacherScorer:
             None if scores is None else _spread(scores, item)
             for item, scores in zip(sequences, all_scores, strict=True)
         ]
-
-
-def _read_by_teacher(sequence: TrainingSequence) -> TrainingSequence:
-    """Return what the teacher reads: its own prompt, and the response ids that were sampled."""
-    prompt = sequence.teacher_prompt_ids or sequence.prompt_token_ids
-    return replace(sequence, prompt_token_ids=prompt, states=None, teacher_scores=None)
 
 
 def _spread(scores: TargetScores, sequence: TrainingSequence) -> TeacherScores:

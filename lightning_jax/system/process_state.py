@@ -46,11 +46,6 @@ def _umask() -> int:
     return umask
 
 
-def _errors_of_warnings() -> tuple[Any, ...]:
-    """Return the filters that turn warnings into errors, which code of others may not expect."""
-    return tuple(rule for rule in warnings.filters if rule[0] == "error")
-
-
 def _forget_errors(kept: tuple[Any, ...]) -> None:
     others = [rule for rule in warnings.filters if rule[0] != "error" or rule in kept]
     warnings.filters[:] = others  # type: ignore[index]
@@ -76,11 +71,6 @@ def _speak(state: tuple[int, tuple[str, ...]]) -> None:
         logging.getLogger(name).disabled = False
 
 
-def _set_directory(path: str | None) -> None:
-    if path is not None:
-        os.chdir(path)
-
-
 def _set_handlers(handlers: tuple[Any, ...]) -> None:
     if threading.current_thread() is threading.main_thread():  # others may not set them
         for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
@@ -88,14 +78,16 @@ def _set_handlers(handlers: tuple[Any, ...]) -> None:
 
 
 PARTS = {
-    "working directory": _Part(_directory, _set_directory),
+    "working directory": _Part(_directory, lambda path: None if path is None else os.chdir(path)),
     "umask": _Part(_umask, os.umask),
     "sys.stdout": _Part(lambda: sys.stdout, lambda value: setattr(sys, "stdout", value)),
     "sys.stderr": _Part(lambda: sys.stderr, lambda value: setattr(sys, "stderr", value)),
     "directory of temporary files": _Part(
         lambda: tempfile.tempdir, lambda value: setattr(tempfile, "tempdir", value)
     ),
-    "filters of warnings": _Part(_errors_of_warnings, _forget_errors),
+    "filters of warnings": _Part(  # those that raise errors, which code of others may not expect
+        lambda: tuple(rule for rule in warnings.filters if rule[0] == "error"), _forget_errors
+    ),
     "logging": _Part(_silenced, _speak),
     "locale": _Part(
         lambda: locale.setlocale(locale.LC_ALL),

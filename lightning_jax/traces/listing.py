@@ -44,7 +44,9 @@ class Filter:
             clauses.append(f"({' OR '.join(f'{name} LIKE ? ESCAPE ?' for name in SEARCHED)})")
             for name in SEARCHED:
                 written = json.dumps(self.text)[1:-1] if name == "task" else self.text
-                values += [f"%{_escaped(written)}%", "\\"]
+                for sign in "\\%_":  # that LIKE would read
+                    written = written.replace(sign, f"\\{sign}")
+                values += [f"%{written}%", "\\"]
         return " AND ".join(clauses) or "1", values
 
 
@@ -232,8 +234,3 @@ class StoreListing:
                 for (rollout_id,) in self._all(query, values):
                     neighbors[f"{name}_{kind}"] = rollout_id
         return neighbors
-
-
-def _escaped(text: str) -> str:
-    """Return the text with the signs that LIKE would read escaped."""
-    return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")

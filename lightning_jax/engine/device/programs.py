@@ -181,7 +181,7 @@ def generate_steps(
 ) -> tuple[DecodeState, Sampled]:
     """Run `steps` generate steps. The sampled arrays have a leading axis for them."""
 
-    def step(state: DecodeState, _: None) -> tuple[DecodeState, Sampled]:
+    def decode_once(state: DecodeState, _: None) -> tuple[DecodeState, Sampled]:
         return generate(params, state, slot_mask, config=config, segments=segments, rows=rows)
 
-    return jax.lax.scan(step, state, None, length=steps)
+    return jax.lax.scan(decode_once, state, None, length=steps)

@@ -157,8 +157,8 @@ class MatchedResponse:
         return reply
 
 
-class GrammarProcess:
-    """Process of one grammar: the compiled grammar and a matcher for each open response."""
+class CompiledGrammar:
+    """Grammar of this process, compiled, with a matcher for each open response."""
 
     def __init__(self, connection: socket.socket, grammar: str, settings: dict[str, Any]) -> None:
         self._connection, self._grammar = connection, grammar
@@ -295,7 +295,7 @@ class ForkServer:
             for inherited in (self._control, self._woken, self._wake, *self._children.values()):
                 inherited.close()
             limit_memory(self._settings["memory_mib"])
-            GrammarProcess(connection, grammar, self._settings).run(self._tables)
+            CompiledGrammar(connection, grammar, self._settings).run(self._tables)
         except MemoryError:
             os.abort()  # llguidance also aborts when memory runs out
         finally:
