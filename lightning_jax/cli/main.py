@@ -29,6 +29,7 @@ from lightning_jax.cli.runtime import (
     STOPPED,
     Index,
     Limit,
+    Positive,
     add_settings,
     installed_version,
     is_closed_output,
@@ -46,7 +47,6 @@ from lightning_jax.cli.studio import add_studio, run_studio
 from lightning_jax.cli.without_training import add_eval, add_try, run_eval, run_try
 from lightning_jax.cli.worker import add_worker, run_worker
 from lightning_jax.errors import UserError
-from lightning_jax.schema import Positive
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT
 from lightning_jax.system.logs import log_plainly
 from lightning_jax.system.process_state import kept_process

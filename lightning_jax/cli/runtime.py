@@ -15,17 +15,17 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 
 from lightning_jax.errors import UserError
-from lightning_jax.schema import describe, is_allowed
 from lightning_jax.system.signals import handle_stop_signals
 
 Index = Annotated[int, Ge(0), Le(2**31 - 1)]
 Limit = Annotated[int, Ge(1), Le(2**31 - 1)]
 Port = Annotated[int, Ge(0), Le(65535)]
+Positive = Annotated[float, Gt(0)]
 
 STOPPED = "stopped; run the same command to resume from the last checkpoint"
 
@@ -67,10 +67,15 @@ def number_of(hint: Any) -> Callable[[str], int | float]:
     """Return a parser of numbers that a type such as `Limit` allows, for `add_argument`."""
 
     def number(text: str) -> int | float:
-        value = get_args(hint)[0](text)
-        if not is_allowed(value, hint):
-            raise argparse.ArgumentTypeError(f"{text} is out of range; expected {describe(hint)}")
-        return value
+        from pydantic import TypeAdapter, ValidationError  # not needed for --help
+
+        from lightning_jax.schema import first_problem
+
+        try:
+            return TypeAdapter(hint).validate_python(text)
+        except ValidationError as error:
+            message = f"{text!r}: {first_problem(error).expected}"
+            raise argparse.ArgumentTypeError(message) from None
 
     return number
 

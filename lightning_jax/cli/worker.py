@@ -6,7 +6,6 @@ import logging
 import os
 
 from lightning_jax.cli.runtime import Limit, add_settings, number_of, settings_layers
-from lightning_jax.schema import is_plain_url
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +32,7 @@ def run_worker(arguments: argparse.Namespace) -> int:
     from lightning_jax.rollouts.fingerprint import fingerprint
     from lightning_jax.rollouts.program import make_agent
     from lightning_jax.rollouts.worker import Server, work, worker_name
+    from lightning_jax.schema import is_plain_url
     from lightning_jax.settings import ConfigError, load_config
     from lightning_jax.system.proxies import go_direct
     from lightning_jax.train.check import check_agent

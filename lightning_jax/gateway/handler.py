@@ -10,11 +10,12 @@ from io import BytesIO
 
 from aiohttp import web
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway.auth import Callers
 from lightning_jax.gateway.dialects.base import Dialect, Dump, Event, Reply, Sender
 from lightning_jax.gateway.errors import ApiError, our_fault
 from lightning_jax.gateway.feedback import Reports
-from lightning_jax.gateway.fields import Body, brief
+from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.http import Bodies, refusal
 from lightning_jax.gateway.metrics import HUNG_UP
 from lightning_jax.gateway.offload import INLINE_BYTES, Turns, dump_json

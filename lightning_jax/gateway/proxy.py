@@ -13,8 +13,8 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import brief
 from lightning_jax.gateway.record import write
 from lightning_jax.gateway.routing import Route
 from lightning_jax.gateway.sessions import HandledCall

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.fields import brief
 
 log = logging.getLogger(__name__)
 

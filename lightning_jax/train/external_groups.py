@@ -15,9 +15,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.external_routes import EndFields, OpenFields
-from lightning_jax.gateway.fields import brief
 from lightning_jax.rl.staleness import newest_version
 from lightning_jax.rollouts.external import EXPIRED, HUNG_UP, ExternalAgents
 from lightning_jax.rollouts.metrics import TraceReader
