@@ -60,6 +60,7 @@ def command_line() -> str:
         [(f"[`{name}`](#lightning-jax-{name})", helps[name]) for name in commands.choices],
     )
     for name, found in commands.choices.items():
+        found.complete()
         formatter = found._get_formatter()
         shown = [_flag(action) for action in found._actions if _is_shown(action)]
         words = [word.strip("`") for word in shown]

@@ -10,9 +10,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning_jax.cli import troubleshooting
 from lightning_jax.cli.config_command import add_config, run_config
@@ -61,8 +61,21 @@ _MISSPELLED = re.compile(r"invalid choice: '(\S*?)'|unrecognized arguments: (--[
 class _Parser(argparse.ArgumentParser):
     """Parser that reports an error in one sentence, without the usage text.
 
-    A misspelled command or flag is answered with the one that is meant.
+    A misspelled command or flag is answered with the one that is meant. `add_flags` adds the flags
+    of a command when they are needed, because defaults of some are settings, which pydantic checks.
     """
+
+    add_flags: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def complete(self) -> None:
+        """Add the flags unless they are there."""
+        add_flags, self.add_flags = self.add_flags, None
+        if add_flags is not None:
+            add_flags(self)
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        self.complete()
+        return super().parse_known_args(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         known = [name for action in self._actions for name in action.option_strings]
@@ -134,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text, description=run.__doc__)
         command.set_defaults(run=run, parser=command)  # error messages point to its --help
-        add_flags(command)
+        command.add_flags = add_flags
     return parser
 
 

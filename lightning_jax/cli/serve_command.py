@@ -8,13 +8,11 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from lightning_jax.cli.config import ServerConfig, add_chat_template
-from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import UserError
-from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.names import local_path
 
 if TYPE_CHECKING:
+    from lightning_jax.cli.config import ServerConfig
     from lightning_jax.gateway.app import Gateway
 
 # Flags of `serve` that set fields of ServeConfig. Their defaults are defined there.
@@ -39,6 +37,10 @@ _SETTING = re.compile(r"\b((?:model|serve)\.[a-z_]+)\b(?: or --[a-z-]+)?")
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
+    from lightning_jax.cli.config import ServerConfig, add_chat_template
+    from lightning_jax.engine.config import ServeConfig
+    from lightning_jax.models.config import ModelConfig
+
     model = "Hugging Face directory or hub id, .gguf file, or smollm2-135m-instruct"
     dtype = "dtype of weights and activations; auto: the fastest on this machine"
     parser.add_argument("--model", default=ModelConfig.name, help=f"{model} (default: %(default)s)")
@@ -90,7 +92,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _config(arguments: argparse.Namespace) -> ServerConfig:
+def _config(arguments: argparse.Namespace) -> "ServerConfig":
+    from lightning_jax.cli.config import ServerConfig
+    from lightning_jax.engine.config import ServeConfig
+    from lightning_jax.models.config import ModelConfig
+
     settings = {name: getattr(arguments, name) for name in SERVE_FLAGS}
     return ServerConfig(
         model=ModelConfig(

@@ -8,7 +8,6 @@ import secrets
 from pathlib import Path
 
 from lightning_jax.cli.runtime import Port, number_of
-from lightning_jax.engine.config import ServeConfig
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +16,8 @@ KEY = "LIGHTNING_STUDIO_KEY"
 
 
 def add_studio(parser: argparse.ArgumentParser) -> None:
+    from lightning_jax.engine.config import ServeConfig
+
     runs = "run directories, or folders that hold some (default: runs)"
     parser.add_argument("runs", metavar="RUNS", type=Path, nargs="*", help=runs)
     port = "port to listen on, 0 for any free one (default: %(default)s)"
