@@ -96,9 +96,8 @@ FunctionRef = Annotated[
 ]
 ProgramPath = Annotated[str, PathKind.PROGRAM]
 PathOrName = Annotated[str, PathKind.NAME]
-Url = Annotated[
-    str, expect(lambda url: is_plain_url(url), "an http(s) URL without a user, query or fragment")
-]
+PLAIN_URL = "an http(s) URL without a user, query or fragment"
+Url = Annotated[str, expect(lambda url: is_plain_url(url), PLAIN_URL)]
 Secret = Annotated[str, shown_as(lambda secret: HIDDEN)]
 Variable = Annotated[str, shown_as(_hidden)]  # NAME or NAME=value
 
@@ -115,8 +114,8 @@ class Section:
         """Return what has to hold between settings, each with the error if it does not.
 
         A rule is a key, whether it holds, and a text that follows the key in the error, or the key
-        and its value if it begins with "expected". A fourth item is the error's reason, if it is
-        not "invalid" for such a value, and "conflict" otherwise.
+        and its value if it begins with "expected". A fourth item is a reason other than
+        "conflict".
         """
         return ()
 
@@ -125,10 +124,9 @@ def check_rules(record: object, rules: Iterable[Rule]) -> None:
     """Raise FieldError for the first rule of a record that does not hold."""
     for key, holds, text, *reason in rules:
         if not holds:
-            default = "conflict"
             if text.startswith("expected "):
-                default, text = "invalid", f"is {attrgetter(key)(record)!r}; {text}"
-            raise FieldError(f"{key} {text}.", reason=(*reason, default)[0], key=key)
+                text = f"is {attrgetter(key)(record)!r}; {text}"
+            raise FieldError(f"{key} {text}.", reason=(*reason, "conflict")[0], key=key)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -211,7 +209,21 @@ def field_error(error: ValidationError) -> FieldError:
 
 
 UNKNOWN_KEY = "unknown_key"
-# Reason and expectation for pydantic's types of errors. The types of our own are reasons.
+# Expected types, with pydantic's types of errors.
+_TYPES = {
+    "a string": ("string_type",),
+    "a name": ("string_too_short",),
+    "valid UTF-8": ("string_unicode",),
+    "true or false": ("bool_type", "bool_parsing"),
+    "an integer": ("int_type", "int_parsing", "int_from_float"),
+    "a number": ("float_type", "float_parsing"),
+    "a list": ("list_type",),
+    "a string or a list of strings": ("tuple_type",),
+    "an object": ("dict_type", "model_type", "model_attributes_type"),
+    "named settings": ("dataclass_type",),
+    "at least {min_length}": ("too_short",),
+}
+# Reason and expectation for types of errors. The types of our own are reasons.
 _ERRORS = {
     "missing": ("missing", "add it"),
     "unexpected_keyword_argument": (UNKNOWN_KEY, "leave it out"),
@@ -223,22 +235,8 @@ _ERRORS = {
     "greater_than_equal": ("out_of_range", "expected at least {ge}"),
     "less_than": ("out_of_range", "expected below {lt}"),
     "less_than_equal": ("out_of_range", "expected at most {le}"),
-    "too_short": ("wrong_type", "expected at least {min_length}"),
     "too_long": ("too_many", "expected at most {max_length} entries"),
-    "string_too_short": ("wrong_type", "expected a name"),
-    "string_unicode": ("wrong_type", "expected valid UTF-8"),
-    "string_type": ("wrong_type", "expected a string"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), ("wrong_type", "expected true or false")),
-    **dict.fromkeys(
-        ("int_type", "int_parsing", "int_from_float"), ("wrong_type", "expected an integer")
-    ),
-    **dict.fromkeys(("float_type", "float_parsing"), ("wrong_type", "expected a number")),
-    "list_type": ("wrong_type", "expected a list"),
-    "tuple_type": ("wrong_type", "expected a string or a list of strings"),
-    **dict.fromkeys(
-        ("dict_type", "model_type", "model_attributes_type"), ("wrong_type", "expected an object")
-    ),
-    "dataclass_type": ("wrong_type", "expected named settings"),
+    **{kind: ("wrong_type", f"expected {x}") for x, kinds in _TYPES.items() for kind in kinds},
 }
 
 
@@ -278,22 +276,15 @@ def path_kind(hint: Any) -> PathKind | None:
     return next(filter(None, map(path_kind, parts)), None)
 
 
-@dataclass(frozen=True)
-class Inner:
-    """Section that a field holds: by itself, or as the values of a dict by name."""
-
-    section: type
-    is_dict: bool = False
+def inner_section(hint: Any) -> type | None:
+    """Return the section in a field of this type, or of its dict, or None for a plain setting."""
+    parts = get_args(hint) if get_origin(hint) in (dict, Union, UnionType) else ()
+    return hint if is_dataclass(hint) else next(filter(None, map(inner_section, parts)), None)  # pyright: ignore[reportReturnType]
 
 
-def inner_section(hint: Any) -> Inner | None:
-    """Return the section in a field of this type, or None if the field is a plain setting."""
-    if is_dataclass(hint):
-        return Inner(hint)  # pyright: ignore[reportArgumentType]
-    if get_origin(hint) is dict and is_dataclass(get_args(hint)[-1]):
-        return Inner(get_args(hint)[-1], is_dict=True)
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
-    return next(filter(None, map(inner_section, parts)), None)
+def has_names(hint: Any) -> bool:
+    """Return True for the type of a dict with names that users choose."""
+    return get_origin(hint) is dict
 
 
 def sections(
@@ -304,12 +295,12 @@ def sections(
         return
     yield key, section, node
     for field in fields(section):
-        inner, value = inner_section(field.type), node.get(field.name)
-        if inner and not inner.is_dict:
-            yield from sections(inner.section, value, (*key, field.name))
+        inner, value, path = inner_section(field.type), node.get(field.name), (*key, field.name)
+        if inner and not has_names(field.type):
+            yield from sections(inner, value, path)
         elif inner and isinstance(value, dict):
             for name, below in value.items():
-                yield from sections(inner.section, below, (*key, field.name, str(name)))
+                yield from sections(inner, below, (*path, str(name)))
 
 
 def defaults(section: Any) -> dict[str, Any]:
@@ -329,8 +320,8 @@ def all_defaults(section: Any) -> dict[str, Any]:
 def _with_optional(section: Any, node: dict[str, Any]) -> dict[str, Any]:
     for field in fields(section):
         if inner := inner_section(field.type):
-            below = _with_optional(inner.section, node[field.name] or defaults(inner.section))
-            node[field.name] = {"NAME": below} if inner.is_dict else below
+            below = _with_optional(inner, node[field.name] or defaults(inner))
+            node[field.name] = {"NAME": below} if has_names(field.type) else below
     return node
 
 

@@ -66,7 +66,7 @@ def test_descriptions_name_bounds_and_choices() -> None:
 def test_types_are_checked_before_rules_between_fields() -> None:
     with raises_coded(FieldError, "out_of_range", "clip_low"):
         AlgorithmConfig(clip_low=-1.0, correction_high=0.0)
-    with raises_coded(FieldError, "invalid", "correction_high"):
+    with raises_coded(FieldError, "conflict", "correction_high"):
         AlgorithmConfig(correction_high=0.4)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from lightning_jax.schema import all_defaults, describe, inner_section, sections
+from lightning_jax.schema import all_defaults, describe, has_names, inner_section, sections
 from lightning_jax.settings.errors import similar_keys
 from lightning_jax.train.config import Config
 
@@ -112,7 +112,7 @@ def _settings(key: tuple[str, ...], section: Any, values: dict[str, Any]) -> Ite
     """Yield the settings of a section. One that may be a section, such as a judge, is None."""
     for field in fields(section):
         inner = inner_section(field.type)
-        if inner and (inner.is_dict or field.default is not None):
+        if inner and (has_names(field.type) or field.default is not None):
             continue
         allowed = describe(field.type)
         units = [UNITS[part] for part in field.name.split("_") if part in UNITS]

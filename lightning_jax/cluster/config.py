@@ -51,13 +51,11 @@ class ClusterConfig(Section):
             "trainers",
             not self.trainers or has_address,
             "expected 0 without a cluster.address; set it to local, auto or HOST:PORT",
-            "conflict",
         )
         yield (
             "samplers",
             (self.samplers + self.workers + self.trainers > 0) == has_address,
             "expected 1 or more, or workers or trainers, with a cluster.address, and 0 without",
-            "conflict",
         )
 
     def resources(self, process: str) -> dict[str, float]:

@@ -2,13 +2,20 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lightning_jax.models.template_limits import check_kwargs
-from lightning_jax.schema import FinitePositive, Natural, PathOrName, Rule, Section, section
+from lightning_jax.schema import FinitePositive, Natural, PathOrName, Rule, Section, expect, section
 
 AUTO = "auto"  # dtype: the fastest one on the devices here
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # in each layer of a model
+Targets = Annotated[
+    tuple[str, ...],
+    expect(
+        lambda names: 0 < len(names) == len(set(names) & set(KERNELS)),
+        f"some of {', '.join(KERNELS)}, each once",
+    ),
+]
 
 
 @section
@@ -19,12 +26,8 @@ class LoraConfig(Section):
     """Rank of each adapter; 0: no adapters, all weights are trained."""
     alpha: FinitePositive = 16.0
     """An adapter's output is scaled by alpha / rank."""
-    targets: tuple[str, ...] = KERNELS
+    targets: Targets = KERNELS
     """Kernels of each layer that have an adapter."""
-
-    def rules(self) -> Iterator[Rule]:
-        is_subset = 0 < len(self.targets) == len(set(self.targets) & set(KERNELS))
-        yield "targets", is_subset, f"expected some of {', '.join(KERNELS)}, each once"
 
     @property
     def scale(self) -> float:

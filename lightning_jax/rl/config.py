@@ -22,6 +22,7 @@ from lightning_jax.schema import (
     Section,
     Share,
     Url,
+    expect,
     section,
     shown_as,
 )
@@ -99,8 +100,8 @@ class AlgorithmConfig(Section):
     """Distance of the lower bound from ratio 1. 1: no lower bound."""
     clip_high: Positive = 0.2
     """Distance of the upper bound from ratio 1."""
-    clip_dual: NonNegative = 3.0
-    """For clip and gspo: ratio above which a negative advantage has no gradient. 0: off."""
+    clip_dual: Annotated[float, expect(lambda x: x == 0 or x > 1, "above 1, or 0 (off)")] = 3.0
+    """For clip and gspo: ratio, above 1, beyond which a negative advantage is ignored. 0: off."""
     aggregation: Literal["rollout", "token", "call", "constant"] = "rollout"
     """Units with equal weight."""
     token_divisor: Positive = 1024.0
@@ -152,40 +153,33 @@ class AlgorithmConfig(Section):
         if self.loss == "dpo":  # would ignore other values
             for name, only in DPO.items():
                 expected = f"expected {only}, because loss is dpo"
-                yield name, getattr(self, name) == only, expected, "conflict"
+                yield name, getattr(self, name) == only, expected
         if self.loss == "gspo" and self.proximal == "behavior":
             # Smaller bounds are within the gap between sampler and trainer in bfloat16.
             for name in ("clip_low", "clip_high"):
                 expected = "expected at least 0.01 where loss is gspo; or set proximal to old"
-                yield name, getattr(self, name) >= 0.01, expected, "conflict"
+                yield name, getattr(self, name) >= 0.01, expected
         # The best rollout is learned whole, so credit must not differ between calls.
         is_whole = self.loss != "raft" or self.credit == "identical" or is_custom(self.credit)
-        yield "credit", is_whole, "expected identical, because loss is raft", "conflict"
+        yield "credit", is_whole, "expected identical, because loss is raft"
         limit, (low, high) = self.overlong_max_tokens, self.correction_bounds
         fits = (self.overlong_buffer or 0) <= (limit or math.inf)
         yield "overlong_buffer", fits, f"expected at most overlong_max_tokens={limit}"
-        yield "clip_dual", not 0 < self.clip_dual <= 1, "expected above 1, or 0 (off)"
         is_old = self.proximal == "old" or self.loss in ("reinforce", "raft")
         yield (
             "correction",
             self.correction != "truncate" or is_old,
             "expected none or mask, because the ratio of this loss is to the behavior policy "
             "already; or set proximal to old",
-            "conflict",
         )
         yield "correction_high", high > low, f"expected above correction_low={low:g}"
         yield (
             "value_heads",
             self.value_heads != "shared" or self.policy_updates == "joint",
             "expected per_policy, because policy_updates=independent shares no parameters",
-            "conflict",
         )
         has_use = self.value_coef == 0 or self.has_critic
-        yield (
-            "value_coef",
-            has_use,
-            "expected 0, because credit is neither learned nor learned_token",
-        )
+        yield "value_coef", has_use, "expected 0 unless credit is learned or learned_token"
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
@@ -264,11 +258,11 @@ class DistillConfig(ModelServer):
     def rules(self) -> Iterator[Rule]:
         yield from super().rules()
         is_only = self.teacher_url is None or self.teacher is None
-        yield "teacher", is_only, "expected none with distill.teacher_url", "conflict"
+        yield "teacher", is_only, "expected none with distill.teacher_url"
         anneals = self.final_coef is not None
         steps = "at least 1 with" if anneals else "0 without"
         fits = anneals == (self.anneal_steps > 0)
-        yield "anneal_steps", fits, f"expected {steps} distill.final_coef", "conflict"
+        yield "anneal_steps", fits, f"expected {steps} distill.final_coef"
 
     @property
     def url(self) -> str | None:

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from lightning_jax.rl.config import Choice, is_custom
 from lightning_jax.schema import (
+    PLAIN_URL,
     Count,
     Finite,
     FiniteNonNegative,
@@ -121,11 +122,11 @@ class AgentConfig(Section):
     def rules(self) -> Iterator[Rule]:
         is_program = self.command is not None
         expected = "expected none with agent.command, whose first word is the program"
-        yield "python", self.python is None or not is_program, expected, "conflict"
+        yield "python", self.python is None or not is_program, expected
         expected = "expected none without agent.command; a function returns its own reward"
         yield "reward", self.reward is None or is_program, expected
         expected = "expected none without agent.command; a function gets the whole task"
-        yield "task_fields", self.task_fields is None or is_program, expected, "conflict"
+        yield "task_fields", self.task_fields is None or is_program, expected
 
 
 def require_agent(agent: AgentConfig) -> None:
@@ -219,8 +220,7 @@ class ChatModel(ModelServer):
 
     def rules(self) -> Iterator[Rule]:
         is_plain = self.url is None or is_plain_url(self.url)
-        expected = "expected initial, a policy, or an http(s) URL without a user, query or fragment"
-        yield "served_by", is_plain, expected
+        yield "served_by", is_plain, f"expected initial, a policy, or {PLAIN_URL}"
         yield from super().rules()
 
 
@@ -257,7 +257,6 @@ class JudgeConfig(ChatModel):
             "temperature",
             self.temperature > 0 or self.rubric is None or self.repeats == 1,
             "expected above 0 with a rubric and repeats above 1, or all verdicts would be equal",
-            "conflict",
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 from lightning_jax.schema import (
+    PLAIN_URL,
     Finite,
     FinitePositive,
     Rule,
@@ -107,23 +108,15 @@ class RoleConfig(Section):
 
     def rules(self) -> Iterator[Rule]:
         has_pattern = any((self.agent, self.model, self.system))
-        yield (
-            "agent",
-            has_pattern,
-            "expected a pattern for the agent, the model or the system prompt",
-        )
-        yield (
-            "served_by",
-            self.served_by in SERVED_BY or is_plain_url(self.served_by),
-            "expected policy, initial or the http(s) URL of a server, without a user, query or "
-            "fragment",
-        )
+        yield "agent", has_pattern, "expected a pattern for agent, model or system"
+        is_known = self.served_by in SERVED_BY or is_plain_url(self.served_by)
+        yield "served_by", is_known, f"expected {', '.join(SERVED_BY)} or {PLAIN_URL}"
         is_policy = self.served_by == "policy"
         why = f"because served_by is {self.served_by}"
         expected = f"expected none, {why} and no policy of the run answers"
-        yield "policy", self.policy is None or is_policy, expected, "conflict"
+        yield "policy", self.policy is None or is_policy, expected
         expected = f"expected false, {why} and only a policy's responses are trained"
-        yield "trains", not self.trains or is_policy, expected, "conflict"
+        yield "trains", not self.trains or is_policy, expected
 
     @property
     def is_external(self) -> bool:

@@ -1,11 +1,16 @@
-"""Checks of a run's settings that need neither JAX nor the agent's own imports."""
+"""Checks of what settings name, which need neither JAX nor the agent's own imports.
+
+Sections check their values and `rules` when they are made. The checks here are for files, programs,
+packages and variables, before a run starts. The trainer checks limits and devices of the process.
+"""
 
 from pathlib import Path
 
 from lightning_jax.cluster.ray_session import require_ray
 from lightning_jax.loading import check_reference, find_program
 from lightning_jax.models.formats.names import ModelError, local_path, read_chat_template
-from lightning_jax.rollouts.config import require_agent
+from lightning_jax.rollouts.config import JudgeConfig, require_agent
+from lightning_jax.rollouts.rubric import read_rubric
 from lightning_jax.schema import PathKind
 from lightning_jax.settings import ConfigError, changed_keys, read_saved
 from lightning_jax.settings.paths import named_files
@@ -73,14 +78,11 @@ def check_files(config: Config) -> None:
 
 
 def check_judges(config: Config) -> None:
-    """Raise ConfigError for a judge whose rubric cannot be used or whose key is not set."""
-    for reward in config.rewards.values():
-        if reward.judge:
-            _ = reward.judge.key  # raises if it is not set
-            if reward.judge.rubric:
-                from lightning_jax.rollouts.rubric import read_rubric  # imports pydantic
-
-                read_rubric(reward.judge.rubric)
+    """Raise ConfigError for a rubric that cannot be used, or a key that is not set."""
+    for model in config.asked.values():
+        _ = model.key  # raises if it is not set
+        if isinstance(model, JudgeConfig) and model.rubric:
+            read_rubric(model.rubric)
 
 
 def check_model(config: Config) -> None:

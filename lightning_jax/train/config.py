@@ -23,6 +23,7 @@ from lightning_jax.rollouts.config import (
     INITIAL,
     NAME,
     AgentConfig,
+    ChatModel,
     PromptSearchConfig,
     RewardConfig,
     RolloutConfig,
@@ -437,33 +438,21 @@ class Config(Section):
         return any(reward.weight and name != AGENT for name, reward in self.rewards.items())
 
     @property
-    def initial_users(self) -> list[str]:
-        """Return the settings that ask for the weights from the start of the run."""
-        judges = {name: reward.judge for name, reward in self.rewards.items() if reward.judge}
-        return (
-            [
-                f"roles.{name}.served_by"
-                for name, role in self.roles.items()
-                if role.served_by == INITIAL
-            ]
-            + [
-                f"rewards.{name}.judge.served_by"
-                for name, judge in judges.items()
-                if judge.served_by == INITIAL
-            ]
-            + ["prompt_search.served_by"] * self._proposes_initially
-        )
+    def asked(self) -> Mapping[str, ChatModel]:
+        """Models that judge, and the one that proposes prompts if there is a search, by key."""
+        judges = {f"rewards.{name}.judge": x.judge for name, x in self.rewards.items() if x.judge}
+        return judges | ({"prompt_search": self.prompt_search} if self.prompt_search.every else {})
 
     @property
-    def _proposes_initially(self) -> bool:
-        """True if the initial weights propose prompts."""
-        return self.prompt_search.every > 0 and self.prompt_search.served_by == INITIAL
+    def initial_users(self) -> list[str]:
+        """Return the settings that ask for the weights from the start of the run."""
+        users = {**{f"roles.{name}": role for name, role in self.roles.items()}, **self.asked}
+        return [f"{key}.served_by" for key, user in users.items() if user.served_by == INITIAL]
 
     @property
     def asked_models(self) -> list[str]:
         """Who answers the judges, and the search for prompts if there is one."""
-        judges = [reward.judge.served_by for reward in self.rewards.values() if reward.judge]
-        return judges + [self.prompt_search.served_by] * bool(self.prompt_search.every)
+        return [model.served_by for model in self.asked.values()]
 
     @property
     def has_initial_teacher(self) -> bool:
