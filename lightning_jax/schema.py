@@ -50,8 +50,8 @@ FinitePositive = Annotated[float, Gt(0), AllowInfNan(False)]
 DERIVED: Any = None  # default of a setting that follows from others
 # Placeholder for a secret in a saved file. Loading such a file requires the value to be set.
 HIDDEN = "???"
-SECRET = "api_key"  # field that is never saved, in any section
-VARIABLES = ("env", "sampler_env")  # fields of NAME=value, whose values are never saved
+SECRET = "api_key"  # field that is never saved or shown, in any section
+VARIABLES = ("env", "sampler_env")  # fields of NAME=value that are never shown
 
 T = TypeVar("T")
 
@@ -85,10 +85,6 @@ def shown_as(change: Callable[[Any], Any]) -> PlainSerializer:
     return PlainSerializer(shown)
 
 
-def _hidden(variable: str) -> str:
-    return variable.partition("=")[0] + f"={HIDDEN}" * ("=" in variable)
-
-
 FunctionRef = Annotated[
     str,
     PathKind.FUNCTION,
@@ -98,8 +94,6 @@ ProgramPath = Annotated[str, PathKind.PROGRAM]
 PathOrName = Annotated[str, PathKind.NAME]
 PLAIN_URL = "an http(s) URL without a user, query or fragment"
 Url = Annotated[str, expect(lambda url: is_plain_url(url), PLAIN_URL)]
-Secret = Annotated[str, shown_as(lambda secret: HIDDEN)]
-Variable = Annotated[str, shown_as(_hidden)]  # NAME or NAME=value
 
 Rule = tuple[str, object, str] | tuple[str, object, str, str]
 
@@ -156,10 +150,7 @@ def from_plain(kind: type[T], values: Any) -> T:
 
 
 def plain(section: Any, is_whole: bool = False) -> dict[str, Any]:
-    """Return the settings of a section as nested dicts, or as they are saved.
-
-    Saved settings have HIDDEN for secrets and MODULE:FUNCTION for functions, unless `is_whole`.
-    """
+    """Return the settings as nested dicts, with names of functions unless `is_whole`."""
     adapter = TypeAdapter(type(section))
     return adapter.dump_python(section, context=is_whole, warnings="none")
 

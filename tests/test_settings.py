@@ -165,25 +165,28 @@ def test_secrets_are_not_saved_and_are_asked_for_again(tmp_path: Path) -> None:
     role = "{agent: judge, served_by: 'https://x.example', trains: false, api_key: secret-2}"
     given = [
         *("serve.api_key=secret-1", "agent.env=[TOKEN=secret-3,NAME]"),
+        "agent.options={env: docker, inner: {api_key: secret-4}}",
         f"roles.judge={role}",
     ]
     config = load_config(Config, given)
     save_config(config, path)
-    assert "secret" not in repr(config)
+    assert not any(f"secret-{number}" in repr(config) for number in (1, 2, 3))
     text = path.read_text()
-    assert not any(secret in text for secret in ("secret-1", "secret-2", "secret-3"))
-    assert text.count(HIDDEN) == 3 and path.stat().st_mode & 0o077 == 0
+    assert "secret" not in text and "env: docker" in text
+    assert text.count(HIDDEN) == 4 and path.stat().st_mode & 0o077 == 0
     assert changed_keys(path, config) == []
     assert changed_keys(path, load_config(Config, ["serve.api_key=other", *given[1:]])) == []
-    with raises_coded(ConfigError, "missing", "roles.judge.api_key"):
+    keys = ("serve.api_key", "roles.judge.api_key", "agent.options.inner.api_key")
+    with raises_coded(ConfigError, "missing", keys[-1]):
         load_config(Config, [str(path)])
     assert load_config(Config, [str(path)], only=["roles"]).roles["judge"].agent == "judge"
     with raises_coded(ConfigError, "invalid", "agent.env"):
-        load_config(Config, [str(path), "serve.api_key=a", "roles.judge.api_key=b"])
+        load_config(Config, [str(path), *(f"{key}=a" for key in keys)])
     again = [
         str(path),
         "serve.api_key=secret-1",
         "roles.judge.api_key=secret-2",
+        "agent.options.inner.api_key=secret-4",
         "agent.env=[TOKEN=secret-3,NAME]",
     ]
     assert load_config(Config, again) == config

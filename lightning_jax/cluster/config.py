@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated
 
-from lightning_jax.schema import Natural, Positive, Rule, Section, Variable, expect, section
+from lightning_jax.schema import Natural, Positive, Rule, Section, expect, section
 
 LOCAL, AUTO = "local", "auto"  # addresses
 Address = Annotated[
@@ -13,7 +13,7 @@ Address = Annotated[
 ]
 _PAIR = re.compile(r"\w+=.*", re.DOTALL)
 Variables = Annotated[
-    tuple[Variable, ...],
+    tuple[str, ...],
     expect(lambda pairs: all(map(_PAIR.fullmatch, pairs)), "variables as NAME=value"),
 ]
 

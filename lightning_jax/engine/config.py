@@ -14,7 +14,6 @@ from lightning_jax.schema import (
     FinitePositive,
     Natural,
     Positive,
-    Secret,
     Section,
     Url,
     section,
@@ -38,7 +37,7 @@ class ServeConfig(Section):
     public_url: Url | None = None
     """URL at which agents reach the server, if another program passes requests on to it. None: the
     address that it listens on; for 0.0.0.0, the one of this machine that others reach."""
-    api_key: Secret | None = field(default=None, repr=False)
+    api_key: str | None = field(default=None, repr=False)
     """Key of the owner; each rollout has its own key. None: a random key."""
     strict_models: bool = False
     """Refuse model names, under a rollout's URL too, that are neither the policy's nor a role's.

@@ -27,7 +27,6 @@ from lightning_jax.schema import (
     Rule,
     Section,
     Share,
-    Variable,
     expect,
     is_plain_url,
     section,
@@ -51,7 +50,7 @@ def _as_words(command: Any) -> Any:
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*(=(?!\?\?\?$)[^\0]*)?\Z", re.ASCII | re.DOTALL)
 Variables = Annotated[
-    tuple[Variable, ...],
+    tuple[str, ...],
     expect(
         lambda variables: all(map(_VARIABLE.match, variables)),
         "variable names, optionally with =VALUE. Replace any ??? of a saved file",

@@ -1,6 +1,7 @@
 """Errors in settings, each as one sentence with the key and the fix."""
 
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,13 +132,9 @@ def similar_keys(key: str, schema: type) -> list[str]:
     words = set(name.split("_"))
 
     def those(fits: Callable[[str, str], bool]) -> list[str]:
-        parts = [(*other.rpartition(".")[::2], other) for other in known]
-        found = [
-            (above != section, len(other), other)
-            for above, leaf, other in parts
-            if fits(above, leaf)
-        ]
-        return [other for _, _, other in sorted(found)][:3]
+        found = [other for other in known if fits(*other.rpartition(".")[::2])]
+        found.sort(key=lambda other: (other.rpartition(".")[0] != section, len(other), other))
+        return found[:3]
 
     aliases = ALIASES.get(name) or ALIASES.get(key.replace(".", "_")) or ()
     return (
@@ -147,14 +144,10 @@ def similar_keys(key: str, schema: type) -> list[str]:
             )
         )
         or [other for other in aliases if other in known]
-        or those(lambda _, leaf: len(name) > 1 and _initials(leaf) == name)
+        or those(lambda _, leaf: len(name) > 1 and name == re.sub(r"_?(.)[^_]*", r"\1", leaf))
         or those(lambda _, leaf: words < set(leaf.split("_")))
         or _similar_spelling(key, known)
     )
-
-
-def _initials(leaf: str) -> str:
-    return "".join(word[:1] for word in leaf.split("_"))
 
 
 def _similar_spelling(key: str, known: Sequence[str]) -> list[str]:

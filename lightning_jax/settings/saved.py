@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lightning_jax.schema import plain
+from lightning_jax.schema import HIDDEN, SECRET, plain
 from lightning_jax.settings.errors import ConfigError, is_secret, one_sentence
 from lightning_jax.settings.paths import map_paths
 from lightning_jax.system.files import write_whole
@@ -54,7 +54,16 @@ def changed_keys(path: Path, config: Any) -> list[str]:
 
 
 def _as_saved(config: Any) -> dict[str, Any]:
-    return map_paths(plain(config), type(config), os.path.abspath)
+    return map_paths(_hide(plain(config)), type(config), os.path.abspath)
+
+
+def _hide(node: Any, name: str = "") -> Any:
+    """Return plain settings with secrets replaced by HIDDEN, also in options."""
+    if isinstance(node, dict):
+        return {str(key): _hide(value, str(key)) for key, value in node.items()}
+    if name == "env" and isinstance(node, list | tuple):  # variables of agents' programs
+        return [text.partition("=")[0] + f"={HIDDEN}" * ("=" in text) for text in map(str, node)]
+    return HIDDEN if name == SECRET and node is not None else node
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -11,7 +11,6 @@ from lightning_jax.schema import (
     Finite,
     FinitePositive,
     Rule,
-    Secret,
     Section,
     expect,
     is_plain_url,
@@ -99,7 +98,7 @@ class RoleConfig(Section):
     OpenAI-compatible server, whose calls cannot train."""
     served_model: str | None = None
     """For a URL: model to request; None: as the agent asks."""
-    api_key: Secret | None = field(default=None, repr=False)
+    api_key: str | None = field(default=None, repr=False)
     """For a URL; sent only to its host."""
     timeout_s: FinitePositive = 600.0
     """For a URL: limit of a call outside rollouts, which have their own."""
