@@ -69,12 +69,12 @@ def number_of(hint: Any) -> Callable[[str], int | float]:
     def number(text: str) -> int | float:
         from pydantic import TypeAdapter, ValidationError  # not needed for --help
 
-        from lightning_jax.schema import first_problem
+        from lightning_jax.schema import describe
 
         try:
             return TypeAdapter(hint).validate_python(text)
-        except ValidationError as error:
-            message = f"{text!r}: {first_problem(error).expected}"
+        except ValidationError:
+            message = f"{text!r} cannot be used; expected a number that is {describe(hint)}"
             raise argparse.ArgumentTypeError(message) from None
 
     return number
