@@ -79,10 +79,10 @@ def expect(holds: Callable[[Any], object], expected: str, reason: str = "invalid
 def shown_as(change: Callable[[Any], Any]) -> PlainSerializer:
     """Return how `plain` shows the values of a type, for `Annotated`."""
 
-    def shown(value: Any, info: Any) -> Any:
+    def serialize(value: Any, info: Any) -> Any:
         return value if info.context else change(value)
 
-    return PlainSerializer(shown)
+    return PlainSerializer(serialize)
 
 
 FunctionRef = Annotated[
@@ -130,8 +130,8 @@ def section(kind: type[T]) -> type[T]:
     The constructor raises FieldError for the first value that its type or a rule does not allow.
     """
     config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, use_attribute_docstrings=True)
-    made: Any = checked.dataclass(kind, frozen=True, config=config)
-    construct = made.__init__
+    cls: Any = checked.dataclass(kind, frozen=True, config=config)
+    construct = cls.__init__
 
     @wraps(construct)
     def init(self: T, *args: Any, **kwargs: Any) -> None:
@@ -140,8 +140,8 @@ def section(kind: type[T]) -> type[T]:
         except ValidationError as error:
             raise field_error(error) from None
 
-    made.__init__ = init
-    return made
+    cls.__init__ = init
+    return cls
 
 
 def from_plain(kind: type[T], values: Any) -> T:
@@ -172,8 +172,8 @@ class Problem:
 
 def first_problem(error: ValidationError) -> Problem:
     """Return the problem to report, first of all a field that nothing supports."""
-    found = error.errors(include_url=False)
-    first = min(found, key=lambda error: error["type"] != "unsupported")
+    errors = error.errors(include_url=False)
+    first = min(errors, key=lambda error: error["type"] != "unsupported")
     path, value, context = first["loc"], first["input"], first.get("ctx", {})
     if "tag" in context:  # unknown type of one of several objects
         path, value = (*path, context["discriminator"].strip("'")), context["tag"]

@@ -101,8 +101,8 @@ def as_config_error(
         key, reason = error.full_key or "", "unresolved"
         sentence = one_sentence(error) + r"; write \${...} for a variable of a shell"
     else:
-        found = field_error(error)
-        key, reason, sentence = found.key or "", found.reason, str(found)
+        wrong = field_error(error)
+        key, reason, sentence = wrong.key or "", wrong.reason, str(wrong)
     argument = argument_of(key) if reason in ("unresolved", UNKNOWN_KEY, "wrong_type") else None
     if reason == UNKNOWN_KEY:
         reason, sentence = "unknown", _unknown(key, schema)
@@ -132,9 +132,9 @@ def similar_keys(key: str, schema: type) -> list[str]:
     words = set(name.split("_"))
 
     def those(fits: Callable[[str, str], bool]) -> list[str]:
-        found = [other for other in known if fits(*other.rpartition(".")[::2])]
-        found.sort(key=lambda other: (other.rpartition(".")[0] != section, len(other), other))
-        return found[:3]
+        keys = [other for other in known if fits(*other.rpartition(".")[::2])]
+        keys.sort(key=lambda other: (other.rpartition(".")[0] != section, len(other), other))
+        return keys[:3]
 
     aliases = ALIASES.get(name) or ALIASES.get(key.replace(".", "_")) or ()
     return (

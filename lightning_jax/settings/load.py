@@ -37,7 +37,7 @@ def load_with_derived(
     """Load settings like `load_config`. Return also the values, by key, that follow from others."""
     layers = read_layers(argv, schema)
     merged = reduce(_merged, (layer.settings for layer in layers), {})
-    given = {key: value for key, value in merged.items() if only is None or key in only}
+    settings = {key: value for key, value in merged.items() if only is None or key in only}
 
     def argument_of(key: str) -> Argument | None:
         """Return the last argument that sets the key or something in it."""
@@ -49,14 +49,14 @@ def load_with_derived(
         return next(setters, None)
 
     # A reader of a run does not need its secrets.
-    missing = [key for key, value in flatten(given).items() if value == HIDDEN]
+    missing = [key for key, value in flatten(settings).items() if value == HIDDEN]
     if unset := sorted(key for key in missing if only is None or not is_secret(key)):
         message = f"{unset[0]} is required; add {unset[0]}=VALUE."
         raise ConfigError(message, reason="missing", key=unset[0])
     try:
         # References also lead to defaults.
         values = OmegaConf.to_container(
-            OmegaConf.create(_merged(defaults(schema), given)), resolve=True
+            OmegaConf.create(_merged(defaults(schema), settings)), resolve=True
         )
         config = from_plain(schema, values)
     except (OmegaConfBaseException, ValidationError) as error:

@@ -79,7 +79,7 @@ def check_files(config: Config) -> None:
 
 def check_judges(config: Config) -> None:
     """Raise ConfigError for a rubric that cannot be used, or a key that is not set."""
-    for model in config.asked.values():
+    for model in config.chat_models.values():
         _ = model.key  # raises if it is not set
         if isinstance(model, JudgeConfig) and model.rubric:
             read_rubric(model.rubric)

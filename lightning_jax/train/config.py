@@ -438,7 +438,7 @@ class Config(Section):
         return any(reward.weight and name != AGENT for name, reward in self.rewards.items())
 
     @property
-    def asked(self) -> Mapping[str, ChatModel]:
+    def chat_models(self) -> Mapping[str, ChatModel]:
         """Models that judge, and the one that proposes prompts if there is a search, by key."""
         judges = {f"rewards.{name}.judge": x.judge for name, x in self.rewards.items() if x.judge}
         return judges | ({"prompt_search": self.prompt_search} if self.prompt_search.every else {})
@@ -446,13 +446,13 @@ class Config(Section):
     @property
     def initial_users(self) -> list[str]:
         """Return the settings that ask for the weights from the start of the run."""
-        users = {**{f"roles.{name}": role for name, role in self.roles.items()}, **self.asked}
+        users = {**{f"roles.{name}": role for name, role in self.roles.items()}, **self.chat_models}
         return [f"{key}.served_by" for key, user in users.items() if user.served_by == INITIAL]
 
     @property
     def asked_models(self) -> list[str]:
         """Who answers the judges, and the search for prompts if there is one."""
-        return [model.served_by for model in self.asked.values()]
+        return [model.served_by for model in self.chat_models.values()]
 
     @property
     def has_initial_teacher(self) -> bool:
