@@ -1,5 +1,7 @@
 """Errors that say to programs, in `reason` and `key`, what their message says to people."""
 
+from typing import Any
+
 
 class Coded(Exception):
     """Error with a code for programs and a message for people.
@@ -31,3 +33,16 @@ class FieldError(InvalidValue):
     The message begins with the field's name, which is also the error's key. A caller that knows the
     section's path prepends it to both.
     """
+
+
+def brief(value: Any) -> str:
+    """Return the value as error messages show it, cut if it is long."""
+    if isinstance(value, str):
+        value = value[:101]
+    shown = f"an integer of {value.bit_length()} bits" if _is_huge(value) else repr(value)
+    return shown if len(shown) <= 100 else shown[:97] + "..."
+
+
+def _is_huge(value: Any) -> bool:
+    # Python refuses to print very long integers.
+    return isinstance(value, int) and value.bit_length() > 256

@@ -23,11 +23,12 @@ from docs_pages import (
     fenced,
     text,
 )
-from omegaconf import OmegaConf
+from pydantic import ValidationError
 
 import lightning_jax as lj
 from lightning_jax.cli.command import SettingsCommand
 from lightning_jax.cli.main import parse
+from lightning_jax.schema import from_plain
 from lightning_jax.settings import load_config
 from lightning_jax.train.config import Config
 
@@ -132,7 +133,16 @@ def _parsed(code: str, page: str) -> ast.Module:
 def test_yaml_has_settings_that_exist(page: str) -> None:
     for code in fenced(page, "yaml"):
         if "apiVersion" not in code and not page.startswith(GENERATED):
-            OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(yaml.safe_load(code)))
+            assert _wrong_types(yaml.safe_load(code)) == []
+
+
+def _wrong_types(settings: Any) -> list[Any]:
+    """Return the errors in settings but those of rules, because a block may be a part."""
+    try:
+        from_plain(Config, settings)
+    except ValidationError as error:
+        return [found for found in error.errors() if found["type"] != "value_error"]
+    return []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])

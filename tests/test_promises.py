@@ -57,7 +57,6 @@ def _asks(folder: Path) -> str:
 # What the code says in place of each text, in an empty folder.
 TEXTS: dict[str, Callable[[Path], str]] = {
     "setting_unknown": lambda _: _setting("nmu_steps=3"),
-    "setting_moved": lambda _: _setting("rollout.agent=a.py:run"),
     "setting_missing": _asks,
     "setting_out_of_range": lambda _: _setting("serve.slots=0"),
     "agent_file_missing": lambda _: _reference("nowhere.py:run"),

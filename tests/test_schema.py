@@ -1,19 +1,21 @@
 """Tests of sections: which values a type allows, and the errors for others."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import pytest
 from annotated_types import Ge, Le
 from coded import raises_coded
 
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import FieldError
-from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.schema import Count, Finite, FinitePositive, Section, describe
+from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
+from lightning_jax.schema import Count, Finite, FinitePositive, Section, describe, section
+from lightning_jax.train.config import Config
 
 
-@dataclass(frozen=True)
+@section
 class _Example(Section):
     size: Count = 1
     limit: Count | None = None
@@ -38,15 +40,15 @@ def test_allowed_values_are_kept(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason", "expected"),
     [
-        ("size", 0, "invalid", "at least 1"),
-        ("size", None, "invalid", "at least 1"),
-        ("limit", 0, "invalid", "at least 1, or none"),
-        ("share", -0.1, "invalid", "at least 0 and at most 1"),
-        ("share", 1.1, "invalid", "at least 0 and at most 1"),
-        ("share", math.nan, "invalid", "at least 0 and at most 1"),
-        ("score", math.inf, "invalid", "finite"),
-        ("score", math.nan, "invalid", "finite"),
-        ("mode", "slow", "unknown", "fast or exact, or none"),
+        ("size", 0, "out_of_range", "at least 1"),
+        ("size", None, "wrong_type", "an integer"),
+        ("limit", 0, "out_of_range", "at least 1"),
+        ("share", -0.1, "out_of_range", "at least 0"),
+        ("share", 1.1, "out_of_range", "at most 1"),
+        ("share", math.nan, "out_of_range", "at most 1"),
+        ("score", math.inf, "out_of_range", "a finite number"),
+        ("score", math.nan, "out_of_range", "a finite number"),
+        ("mode", "slow", "unknown", "'fast' or 'exact'"),
     ],
 )
 def test_other_values_are_refused(name: str, value: Any, reason: str, expected: str) -> None:
@@ -62,7 +64,16 @@ def test_descriptions_name_bounds_and_choices() -> None:
 
 
 def test_types_are_checked_before_rules_between_fields() -> None:
-    with raises_coded(FieldError, "invalid", "clip_low"):
+    with raises_coded(FieldError, "out_of_range", "clip_low"):
         AlgorithmConfig(clip_low=-1.0, correction_high=0.0)
-    with raises_coded(FieldError, "invalid", "correction_high"):
-        AlgorithmConfig(correction_high=0.0)
+    with raises_coded(FieldError, "conflict", "correction_high"):
+        AlgorithmConfig(correction_high=0.4)
+
+
+def test_a_copy_with_other_values_is_checked_again() -> None:
+    with raises_coded(FieldError, "out_of_range", "serve.slots"):
+        replace(Config(), serve={"slots": 0})  # pyright: ignore[reportArgumentType]
+    with raises_coded(FieldError, "conflict", "batch.row_len"):
+        replace(Config(), batch=BatchConfig(row_len=16))
+    with raises_coded(FieldError, "unknown_key", "slotz"):
+        ServeConfig(slotz=1)  # pyright: ignore[reportCallIssue]

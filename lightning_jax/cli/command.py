@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args, get_or
 from annotated_types import Ge, Le
 
 from lightning_jax.errors import UserError
-from lightning_jax.schema import describe, is_allowed
 
 Index = Annotated[int, Ge(0), Le(2**31 - 1)]
 AtLeastOne = Annotated[int, Ge(1), Le(2**31 - 1)]
@@ -149,9 +148,14 @@ def _number_of(hint: Any) -> Callable[[str], int | float]:
     """Return a parser of numbers that a type such as `AtLeastOne` allows."""
 
     def number(text: str) -> int | float:
-        value = get_args(hint)[0](text)
-        if not is_allowed(value, hint):
-            raise argparse.ArgumentTypeError(f"{text} is out of range; expected {describe(hint)}")
-        return value
+        from pydantic import TypeAdapter, ValidationError  # not needed for --help
+
+        from lightning_jax.schema import describe
+
+        try:
+            return TypeAdapter(hint).validate_python(text)
+        except ValidationError:
+            message = f"{text!r} cannot be used; expected a number that is {describe(hint)}"
+            raise argparse.ArgumentTypeError(message) from None
 
     return number

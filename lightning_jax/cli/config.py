@@ -1,22 +1,25 @@
 """Settings of `lightning-jax serve`."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import field
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import ModelConfig
-from lightning_jax.schema import Count, NonNegative, Section, require
+from lightning_jax.schema import Count, NonNegative, Rule, Section, section
 
 
-@dataclass(frozen=True)
+@section
 class ServerConfig(Section):
     """Settings of a server without a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
-    record: str | None = None  # SQLite file that records every call; None: do not record
-    drain_s: NonNegative = 30.0  # time that running requests have to finish at shutdown
-    tensor: Count = 1  # GPUs or TPUs per copy of the model; the others hold more copies
+    record: str | None = None
+    """SQLite file that records every call; None: do not record."""
+    drain_s: NonNegative = 30.0
+    """Time that running requests have to finish at shutdown."""
+    tensor: Count = 1
+    """GPUs or TPUs per copy of the model; the others hold more copies."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, record=(self.record != "", "the name of a file"))
+    def rules(self) -> Iterator[Rule]:
+        yield "record", self.record != "", "expected the name of a file"

@@ -1,15 +1,14 @@
-"""Reference of all settings, made from the sections and the comments beside their fields."""
+"""Reference of all settings, made from the sections and the texts below their fields."""
 
-import ast
 import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from lightning_jax.schema import describe, inner_section
+from lightning_jax.schema import all_defaults, describe, has_names, inner_section, sections
 from lightning_jax.settings.errors import similar_keys
 from lightning_jax.train.config import Config
 
@@ -46,12 +45,7 @@ class Setting:
     key: tuple[str, ...]
     default: Any  # MISSING if it is required
     values: str  # unit and range, or ""
-    above: tuple[str, ...]  # comment lines above the field
-    comment: str  # beside the field
-
-    @property
-    def meaning(self) -> str:
-        return " ".join((*(line.lstrip("# ") for line in self.above), self.comment)).strip()
+    meaning: str
 
     @property
     def text(self) -> str:
@@ -70,7 +64,13 @@ class SectionReference:
 
 def all_sections() -> list[SectionReference]:
     """Return the reference of a run's settings, by section."""
-    return list(_sections((), Config, vars(Config())))
+    return [
+        SectionReference(
+            key, inspect.cleandoc(section.__doc__ or ""), tuple(_settings(key, section, values))
+        )
+        for key, section, values in sections(Config, all_defaults(Config))
+        if key[:2] != ("serve", "mesh")  # described as `mesh`
+    ]
 
 
 def settings_page() -> str:
@@ -108,51 +108,22 @@ def as_entry(setting: Setting) -> str:
     return f"{whole.text}{values}\n{meaning}"
 
 
-def _sections(
-    key: tuple[str, ...], section: type, values: Mapping[str, Any]
-) -> Iterator[SectionReference]:
-    """Yield a section with these default values, then each section in it."""
-    source = inspect.getsource(section)
-    (tree,) = ast.parse(source).body
-    assert isinstance(tree, ast.ClassDef)
-    nodes = {
-        ast.unparse(node.target): node for node in tree.body if isinstance(node, ast.AnnAssign)
-    }
-    settings: list[Setting] = []
-    below: list[SectionReference] = []
-    for field in fields(section):  # pyright: ignore[reportArgumentType]
-        path, value = (*key, field.name), values[field.name]
+def _settings(key: tuple[str, ...], section: Any, values: dict[str, Any]) -> Iterator[Setting]:
+    """Yield the settings of a section. One that may be a section, such as a judge, is None."""
+    for field in fields(section):
         inner = inner_section(field.type)
-        if inner and inner.is_dict:
-            defaults = {item.name: item.default for item in fields(inner.section)}
-            below += _sections((*path, "NAME"), inner.section, defaults)
-        elif inner and value is not None:
-            below += _sections(path, inner.section, vars(value))
-        else:
-            default = None if field.default is None else value  # not one that is derived
-            units = (UNITS[part] for part in field.name.split("_") if part in UNITS)
-            values_text = ", ".join((*units, *filter(None, [_range(field.type)])))
-            comments = _comments(nodes[field.name], source.splitlines())
-            settings.append(Setting(path, default, values_text, *comments))
-            if inner and "NAME" in key:  # an optional section, such as a judge
-                defaults = {item.name: item.default for item in fields(inner.section)}
-                below += _sections(path, inner.section, defaults)
-    yield SectionReference(key, ast.get_docstring(tree) or "", tuple(settings))
-    yield from below
-
-
-def _range(hint: Any) -> str:
-    allowed = describe(hint)
-    return "" if allowed == "none" else allowed
-
-
-def _comments(node: ast.AnnAssign, source: list[str]) -> tuple[tuple[str, ...], str]:
-    """Return the comment lines above a field, and the comment beside it."""
-    start = node.lineno - 1
-    while source[start - 1].lstrip().startswith("#"):
-        start -= 1
-    above = tuple(line.strip() for line in source[start : node.lineno - 1])
-    return above, source[node.lineno - 1].partition("  # ")[2]
+        if inner and (has_names(field.type) or field.default is not None):
+            continue
+        allowed = describe(field.type)
+        units = [UNITS[part] for part in field.name.split("_") if part in UNITS]
+        of_classes = (vars(c).get("__pydantic_fields__", {}) for c in section.__mro__)
+        described = [of[field.name].description for of in of_classes if field.name in of]
+        yield Setting(
+            (*key, field.name),
+            None if inner else values[field.name],
+            ", ".join(units + [allowed] * (allowed not in ("", "none"))),
+            " ".join("".join(filter(None, described)).split()),
+        )
 
 
 def _as_markdown(section: SectionReference) -> str:
@@ -166,13 +137,15 @@ def _as_markdown(section: SectionReference) -> str:
 
 
 def _as_yaml(setting: Setting) -> Iterator[str]:
-    """Yield a setting's comments and its text."""
-    yield from setting.above
-    note = " ".join(
-        filter(None, (setting.comment, f"[{setting.values}]" if setting.values else ""))
+    """Yield a setting's text, with its meaning and values beside it if they fit, else above."""
+    meaning, values = [setting.meaning] * bool(setting.meaning), [f"[{setting.values}]"]
+    values = values if setting.values else []
+    width, above, line = WIDTH - 2 * (len(setting.key) - 1), meaning + values, setting.text
+    for rest, beside in (([], meaning + values), (meaning, values)):
+        if beside and len(text := f"{setting.text}  # {' '.join(beside)}") <= width:
+            above, line = rest, text
+            break
+    yield from textwrap.wrap(
+        " ".join(above), width, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
     )
-    if len(line := f"{setting.text}  # {note}") > WIDTH - 4:
-        yield from textwrap.wrap(note, WIDTH - 6, initial_indent="# ", subsequent_indent="# ")
-        yield setting.text
-    else:
-        yield line if note else setting.text
+    yield line

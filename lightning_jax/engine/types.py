@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_jax.schema import require
+from lightning_jax.schema import check_rules
 from lightning_jax.types import FinishReason, check_same_length, fill_default
 
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), best first
@@ -60,7 +60,9 @@ class SamplingParams:
                 "False where a grammar says when the response is complete",
             ),
         )
-        require(self, **{name: (ok, expected, "out_of_range") for name, ok, expected in rules})
+        check_rules(
+            self, ((key, ok, f"expected {text}", "out_of_range") for key, ok, text in rules)
+        )
 
 
 @dataclass(frozen=True)

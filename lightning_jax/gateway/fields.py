@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from lightning_jax.engine.types import MAX_TOP_LOGPROBS
 from lightning_jax.gateway.errors import invalid
+from lightning_jax.schema import first_problem
 
 Body = dict[str, Any]
 F = TypeVar("F", bound="Fields")
@@ -98,17 +99,10 @@ def read(kind: type[F], body: Any) -> F:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        first = min(found, key=lambda error: error["type"] != "unsupported")
-        path, value, context = first["loc"], first["input"], first.get("ctx", {})
-        if "tag" in context:  # unknown type of one of several objects
-            path, value = (*path, context["discriminator"].strip("'")), context["tag"]
-        reason, expected = first["type"], first["msg"]
-        if reason in _ERRORS:
-            reason, expected = _ERRORS[reason][0], _ERRORS[reason][1].format(**context)
-        where = _written(path, body)
+        problem = first_problem(error)
+        path, reason, where = problem.path, problem.reason, _written(problem.path, body)
         raise invalid(
-            f"{where} is {'missing' if reason == 'missing' else brief(value)}; {expected}.",
+            problem.sentence(where),
             str(path[0]),
             _CODES.get((reason, len(path) == 1), "invalid_value"),
             reason=reason,
@@ -132,29 +126,6 @@ def _written(path: Sequence[int | str], value: Any) -> str:
     return written.removeprefix(".")
 
 
-# Reason and expectation for pydantic's types of errors. The types of our own are reasons.
-_ERRORS = {
-    "missing": ("missing", "add it"),
-    "union_tag_not_found": ("wrong_type", "add its {discriminator}"),
-    "union_tag_invalid": ("unknown", "expected one of {expected_tags}"),
-    "literal_error": ("unknown", "expected {expected}"),
-    "finite_number": ("out_of_range", "expected a finite number"),
-    "greater_than_equal": ("out_of_range", "expected at least {ge}"),
-    "less_than_equal": ("out_of_range", "expected at most {le}"),
-    "too_short": ("wrong_type", "expected at least {min_length}"),
-    "too_long": ("too_many", "expected at most {max_length} entries"),
-    "string_too_short": ("wrong_type", "expected a name"),
-    "string_unicode": ("wrong_type", "expected valid UTF-8"),
-    "string_type": ("wrong_type", "expected a string"),
-    "bool_type": ("wrong_type", "expected true or false"),
-    "int_type": ("wrong_type", "expected an integer"),
-    "float_type": ("wrong_type", "expected a number"),
-    "list_type": ("wrong_type", "expected a list"),
-    "tuple_type": ("wrong_type", "expected a string or a list of strings"),
-    **dict.fromkeys(
-        ("dict_type", "model_type", "model_attributes_type"), ("wrong_type", "expected an object")
-    ),
-}
 # Codes by reason, and by whether the field is at the top of the body.
 _CODES = {
     ("wrong_type", True): "invalid_type",
@@ -214,16 +185,3 @@ class SamplingFields(Fields):
     seed: Integer | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-
-
-def brief(value: Any) -> str:
-    """Return the value as error messages show it, cut if it is long."""
-    if isinstance(value, str):
-        value = value[:101]
-    shown = f"an integer of {value.bit_length()} bits" if _is_huge(value) else repr(value)
-    return shown if len(shown) <= 100 else shown[:97] + "..."
-
-
-def _is_huge(value: Any) -> bool:
-    # Python refuses to print very long integers.
-    return isinstance(value, int) and value.bit_length() > 256

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lightning_jax.errors import InvalidValue
+from lightning_jax.errors import InvalidValue, brief
 from lightning_jax.gateway.errors import ApiError, invalid, to_api_error
-from lightning_jax.gateway.fields import brief
 from lightning_jax.models.template_limits import check_kwargs
 
 POLICY = "policy"

@@ -1,87 +1,95 @@
 """Settings of the model, its adapters and its devices."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
 from lightning_jax.models.template_limits import check_kwargs
-from lightning_jax.schema import FinitePositive, Natural, PathOrName, Section, require
+from lightning_jax.schema import FinitePositive, Natural, PathOrName, Rule, Section, expect, section
 
 AUTO = "auto"  # dtype: the fastest one on the devices here
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # in each layer of a model
+Targets = Annotated[
+    tuple[str, ...],
+    expect(
+        lambda names: 0 < len(names) == len(set(names) & set(KERNELS)),
+        f"some of {', '.join(KERNELS)}, each once",
+    ),
+]
 
 
-@dataclass(frozen=True)
+@section
 class LoraConfig(Section):
     """Low-rank adapters, trained instead of the model's weights."""
 
-    rank: Natural = 0  # rank of each adapter; 0: no adapters, all weights are trained
-    alpha: FinitePositive = 16.0  # an adapter's output is scaled by alpha / rank
-    targets: tuple[str, ...] = KERNELS  # kernels of each layer that have an adapter
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", tuple(self.targets))
-        super().__post_init__()
-        is_subset = 0 < len(self.targets) == len(set(self.targets) & set(KERNELS))
-        require(self, targets=(is_subset, f"some of {', '.join(KERNELS)}, each once"))
+    rank: Natural = 0
+    """Rank of each adapter; 0: no adapters, all weights are trained."""
+    alpha: FinitePositive = 16.0
+    """An adapter's output is scaled by alpha / rank."""
+    targets: Targets = KERNELS
+    """Kernels of each layer that have an adapter."""
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
 
-@dataclass(frozen=True)
+@section
 class ModelConfig(Section):
     """Settings of the model and its precision."""
 
-    # A known name, a Hugging Face directory or hub id, or a .gguf file.
     name: PathOrName = "smollm2-135m-instruct"
-    # Dtype of weights and activations. auto takes the fastest on the devices here; on a CPU it is
-    # measured (models/precision.py). A run keeps its first choice.
+    """A known name, a Hugging Face directory or hub id, or a .gguf file."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    # None: same as `dtype`. float32 with bfloat16 weights: activations are rounded only for
-    # products with weights and in the KV cache. On a CPU this is as fast as pure bfloat16.
+    """Dtype of weights and activations. auto takes the fastest on the devices here; on a CPU it is
+    measured (models/precision.py). A run keeps its first choice."""
     activation_dtype: Literal["float32"] | None = None
-    # Recompute activations in the backward pass: less memory, a third more time.
+    """None: same as `dtype`. float32 with bfloat16 weights: activations are rounded only for
+    products with weights and in the KV cache. On a CPU this is as fast as pure bfloat16."""
     remat: bool = False
-    # File with a Jinja template to use instead of the model's own.
+    """Recompute activations in the backward pass: less memory, a third more time."""
     chat_template: PathOrName | None = None
-    # Variables for the chat template, such as `enable_thinking: false` of Qwen3. Requests may
-    # override them. They become part of the exported policy's template.
+    """File with a Jinja template to use instead of the model's own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    # Format in which the model writes tool calls. None: that of the family whose template it has.
+    """Variables for the chat template, such as `enable_thinking: false` of Qwen3. Requests may
+    override them. They become part of the exported policy's template."""
     tool_format: Literal["hermes", "smollm", "llama3"] | None = None
+    """Format in which the model writes tool calls. None: that of its chat template's family."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def rules(self) -> Iterator[Rule]:
         check_kwargs(self.chat_template_kwargs)
         is_unset = self.dtype != AUTO or self.activation_dtype is None
-        require(self, activation_dtype=(is_unset, "none, because dtype=auto chooses it as well"))
+        yield "activation_dtype", is_unset, "expected none, because dtype=auto chooses it as well"
 
 
-@dataclass(frozen=True)
-class MeshConfig:
+@section
+class MeshConfig(Section):
     """Number of devices along each mesh axis; -1 takes the remaining devices."""
 
-    data: int = 1  # each device holds all weights and a share of the rows
-    fsdp: int = -1  # each device holds a share of the weights and of the rows
-    tensor: int = 1  # each device computes a share of every layer
-    first_device: int = 0  # earlier devices are left for another mesh
+    data: int = 1
+    """Each device holds all weights and a share of the rows."""
+    fsdp: int = -1
+    """Each device holds a share of the weights and of the rows."""
+    tensor: int = 1
+    """Each device computes a share of every layer."""
+    first_device: int = 0
+    """Earlier devices are left for another mesh."""
 
 
-@dataclass(frozen=True)
-class PolicyConfig:
+@section
+class PolicyConfig(Section):
     """Settings of one of several policies.
 
     The policy is an adapter on the run's model if model.lora.rank is above 0, else a set of
     weights.
     """
 
-    trains: bool = True  # False: only the warm-up trains it
-    # Initial weights: a model with the shape and vocabulary of model.name. None: model.name, which
-    # adapters always start from.
+    trains: bool = True
+    """False: only the warm-up trains it."""
     base: PathOrName | None = None
+    """Initial weights: a model with the shape and vocabulary of model.name. None: model.name, which
+    adapters always start from."""
 
 
 def policy_indices(policies: Iterable[str]) -> dict[str, int]:

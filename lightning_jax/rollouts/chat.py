@@ -11,13 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.rollouts.config import (
-    INITIAL,
-    JudgeConfig,
-    PromptSearchConfig,
-    RolloutConfig,
-    key_of,
-)
+from lightning_jax.rollouts.config import INITIAL, ChatModel, RolloutConfig
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +39,15 @@ class Endpoint:
     timeout_s: float | None = None
 
 
-def endpoint_of(
-    config: JudgeConfig | PromptSearchConfig, limits: RolloutConfig, gateway: Gateway | None
-) -> Endpoint:
+def endpoint_of(config: ChatModel, limits: RolloutConfig, gateway: Gateway | None) -> Endpoint:
     """Return the address of the model that the settings name.
 
     `gateway` has started and answers models that are no URL; without such it may be None. Raises
     ConfigError if the variable of a key is not set.
     """
-    if config.is_url:
-        model, key = config.served_model or "", key_of(config)
-        return Endpoint(config.served_by, model, key, timeout_s=limits.call_timeout_s)
+    if config.url is not None:
+        model = config.served_model or ""
+        return Endpoint(config.url, model, config.key, timeout_s=limits.call_timeout_s)
     assert gateway is not None, "the run serves this model"
     model, key = PREFIX + config.served_by, gateway.api_key
     if config.served_by == INITIAL:

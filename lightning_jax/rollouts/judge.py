@@ -183,7 +183,7 @@ class Judge:
     def _body(self, request: JudgeRequest) -> dict[str, object]:
         """Return the body of a call without its seed."""
         config = self._config
-        schema = request.schema if config.is_url else _bounded(request.schema)
+        schema = request.schema if config.url else _bounded(request.schema)
         return {
             "model": self._endpoint.model,
             "messages": list(request.messages),

@@ -96,7 +96,8 @@ def inherited(extra: Sequence[str]) -> dict[str, str]:
 
 
 def _command_agent(config: AgentConfig) -> Agent:
-    words = (find_program(config.command[0], "agent.command"), *config.command[1:])
+    command: tuple[str, ...] = config.command
+    words = (find_program(command[0], "agent.command"), *command[1:])
     start = _starter(config)
     reward = load_function(config.reward) if config.reward else None
     logged: set[frozenset[str]] = set()

@@ -1,29 +1,24 @@
 """Errors in settings, each as one sentence with the key and the fix."""
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import LiteralNode
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
 from lightning_jax.errors import UserError
-from lightning_jax.schema import section_keys
+from lightning_jax.schema import (
+    HIDDEN,
+    SECRET,
+    UNKNOWN_KEY,
+    VARIABLES,
+    field_error,
+    section_keys,
+)
 
-# Placeholder for a secret in a saved file. Loading such a file requires the value to be set.
-HIDDEN = "???"
-SECRET = "api_key"  # field that is never saved, in any section
-MOVED = {  # old keys and their new names
-    "rollout.agent": "agent.function",
-    "search": "data.options.search",
-    **{
-        f"data.{name}": f"data.options.{name}"
-        for name in ("max_schema_chars", "require_rows", "sources", "max_question_chars")
-    },
-}
 # Names in other programs, and the settings that do the same.
 ALIASES = {
     "batch_size": ("rollout.tasks_per_step", "batch.rows"),
@@ -78,7 +73,7 @@ class Argument:
         if not self.is_setting:
             return f"config {self.text}"
         key, _, value = self.text.partition("=")
-        hides = is_secret(key) or key == "agent.env"
+        hides = SECRET in self.text or key.rpartition(".")[2] in VARIABLES
         return f"setting {f'{key}={HIDDEN if hides else value}'!r}"
 
 
@@ -86,60 +81,39 @@ def is_secret(key: str) -> bool:
     return key.rpartition(".")[2] == SECRET
 
 
-@contextmanager
-def config_errors(argument: Argument, schema: type | None = None) -> Iterator[None]:
-    """Convert errors in what `argument` sets to a ConfigError that names it."""
-    try:
-        yield
-    except OmegaConfBaseException as error:
-        fields = error_fields(error)
-        is_key = isinstance(error, KeyError) and fields["reason"] == "unknown" and "key" in fields
-        sentence = _unknown(fields["key"], schema) if is_key else one_sentence(error)
-        message = f"{argument}: {sentence}"
-        raise ConfigError(message, **({"key": argument.key} | fields)) from error
-    except TypeError as error:  # from OmegaConf, for a list in place of names
-        raise ConfigError(
-            f"{argument} is a list or a value; expected named settings, such as `num_steps: 20` "
-            f"({one_sentence(error)}).",
-            reason="wrong_type",
-            key=argument.key,
-        ) from error
-    except YAMLError as error:  # in a setting; load_yaml has converted a file's error
-        message = f"{argument} is not readable YAML: {one_sentence(error)}"
-        raise ConfigError(message, reason="malformed", key=argument.key) from error
-
-
-def error_fields(error: OmegaConfBaseException) -> dict[str, str]:
-    """Return the reason and, where OmegaConf names one, the key of an error."""
-    key = {"key": error.full_key} if error.full_key else {}
-    if error.full_key in MOVED:
-        return key | {"reason": "moved"}
-    if isinstance(error, InterpolationResolutionError):
-        return key | {"reason": "unresolved"}
-    is_unknown = isinstance(error, KeyError) or isinstance(error.child_node, LiteralNode)
-    return key | {"reason": "unknown" if is_unknown else "wrong_type"}
-
-
 def one_sentence(error: Exception) -> str:
-    """Return OmegaConf's message without its block of fields."""
+    """Return the message of OmegaConf or YAML without its block of fields."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    key = next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), ""
-    )
-    if key in MOVED:
-        return f"{key} is {MOVED[key]} now"
-    sentence = f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
-    if isinstance(error, InterpolationResolutionError):
-        sentence += r"; write \${...} for a variable of a shell"
-    return sentence
+    key = getattr(error, "full_key", None)
+    return f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
 
 
-def _unknown(key: str, schema: type | None) -> str:
-    close = similar_keys(key, schema) if schema else []
+def as_config_error(
+    error: OmegaConfBaseException | ValidationError,
+    schema: type,
+    argument_of: Callable[[str], Argument | None],
+) -> ConfigError:
+    """Return the error of settings that refer to no setting, or that `schema` does not allow.
+
+    It names the argument, unless a value is of the right type and only out of its range.
+    """
+    if isinstance(error, OmegaConfBaseException):
+        key, reason = error.full_key or "", "unresolved"
+        sentence = one_sentence(error) + r"; write \${...} for a variable of a shell"
+    else:
+        wrong = field_error(error)
+        key, reason, sentence = wrong.key or "", wrong.reason, str(wrong)
+    argument = argument_of(key) if reason in ("unresolved", UNKNOWN_KEY, "wrong_type") else None
+    if reason == UNKNOWN_KEY:
+        reason, sentence = "unknown", _unknown(key, schema)
+    return ConfigError(f"{argument}: {sentence}" if argument else sentence, reason=reason, key=key)
+
+
+def _unknown(key: str, schema: type) -> str:
     section = key.rpartition(".")[0]
-    if close:
+    if close := similar_keys(key, schema):
         fix = f"did you mean {' or '.join(close)}?"
-    elif schema and section in section_keys(schema):
+    elif section in section_keys(schema):
         fix = f"lightning-jax config {section} lists those of {section}."
     else:
         fix = "lightning-jax config lists all."
@@ -158,13 +132,9 @@ def similar_keys(key: str, schema: type) -> list[str]:
     words = set(name.split("_"))
 
     def those(fits: Callable[[str, str], bool]) -> list[str]:
-        parts = [(*other.rpartition(".")[::2], other) for other in known]
-        found = [
-            (above != section, len(other), other)
-            for above, leaf, other in parts
-            if fits(above, leaf)
-        ]
-        return [other for _, _, other in sorted(found)][:3]
+        keys = [other for other in known if fits(*other.rpartition(".")[::2])]
+        keys.sort(key=lambda other: (other.rpartition(".")[0] != section, len(other), other))
+        return keys[:3]
 
     aliases = ALIASES.get(name) or ALIASES.get(key.replace(".", "_")) or ()
     return (
@@ -174,14 +144,10 @@ def similar_keys(key: str, schema: type) -> list[str]:
             )
         )
         or [other for other in aliases if other in known]
-        or those(lambda _, leaf: len(name) > 1 and _initials(leaf) == name)
+        or those(lambda _, leaf: len(name) > 1 and name == re.sub(r"_?(.)[^_]*", r"\1", leaf))
         or those(lambda _, leaf: words < set(leaf.split("_")))
         or _similar_spelling(key, known)
     )
-
-
-def _initials(leaf: str) -> str:
-    return "".join(word[:1] for word in leaf.split("_"))
 
 
 def _similar_spelling(key: str, known: Sequence[str]) -> list[str]:

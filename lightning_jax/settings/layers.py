@@ -5,19 +5,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lightning_jax.settings.errors import Argument, ConfigError, config_errors
+from lightning_jax.settings.errors import Argument, ConfigError, one_sentence
 from lightning_jax.settings.paths import below, map_paths
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Settings that one argument gives."""
+    """Settings that one argument gives, nested and without resolved references."""
 
     argument: Argument
-    settings: Any
+    settings: dict[str, Any]
 
 
 def read_layers(argv: Sequence[str], schema: type) -> list[Layer]:
@@ -28,26 +29,40 @@ def read_layers(argv: Sequence[str], schema: type) -> list[Layer]:
     found: list[Layer] = []
     for argument in map(Argument, argv):
         if argument.is_setting:
-            with config_errors(argument):
-                settings = OmegaConf.from_dotlist([argument.text])
-            found.append(Layer(argument, _mapped(settings, schema, None)))
+            found.append(Layer(argument, _read(argument)))
         else:
             found += _file_layers(argument, [layer.argument.text for layer in found], schema)
     return found
 
 
-def _mapped(settings: Any, schema: type, folder: Path | None) -> Any:
-    """Return settings whose paths are relative to this directory, given a file's folder."""
-    if not isinstance(settings, DictConfig):
-        return settings  # merging raises
-    plain = _from_home(OmegaConf.to_container(settings))
-    return OmegaConf.create(map_paths(plain, schema, below(folder)) if folder else plain)
+def _read(argument: Argument) -> dict[str, Any]:
+    """Return the settings of an argument. Raises ConfigError if it is not readable."""
+    text = argument.text
+    if not argument.is_setting and not Path(text).is_file():
+        raise ConfigError(
+            f"config {text} does not exist; expected a YAML file or key=value. Check the path.",
+            reason="not_found",
+            key=text,
+        )
+    try:
+        read = OmegaConf.from_dotlist([text]) if argument.is_setting else OmegaConf.load(text)
+        settings = _from_home(OmegaConf.to_container(read))
+    except (YAMLError, OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        message = f"{argument} is not readable YAML: {one_sentence(error)}"
+        raise ConfigError(message, reason="malformed", key=argument.key) from error
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"{argument} is a list or a value; expected named settings, such as `num_steps: 20`.",
+            reason="wrong_type",
+            key=argument.key,
+        )
+    return settings
 
 
 def _from_home(node: Any) -> Any:
     """Expand paths that begin with ~, because no shell has done so."""
     if isinstance(node, dict):
-        return {key: _from_home(value) for key, value in node.items()}
+        return {str(key): _from_home(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_from_home(value) for value in node]
     is_path = isinstance(node, str) and node.startswith("~/")
@@ -59,11 +74,9 @@ def _file_layers(argument: Argument, before: Sequence[str], schema: type) -> lis
 
     A cycle of bases ends where it returns to a file.
     """
-    path = argument.text
-    with config_errors(argument):
-        settings = _load_yaml(path)
-        base = settings.pop("base", None) if isinstance(settings, DictConfig) else None
-        layer = Layer(argument, _mapped(settings, schema, Path(path).parent))
+    path, settings = argument.text, _read(argument)
+    base = settings.pop("base", None)
+    layer = Layer(argument, map_paths(settings, schema, below(Path(path).parent)))
     if base is None:
         return [layer]
     under = Path(path).parent / str(base)
@@ -77,17 +90,3 @@ def _file_layers(argument: Argument, before: Sequence[str], schema: type) -> lis
     if under.resolve() in {Path(name).resolve() for name in before}:
         return [layer]
     return [*_file_layers(Argument(str(under)), [*before, path], schema), layer]
-
-
-def _load_yaml(path: str) -> Any:
-    if not Path(path).is_file():
-        raise ConfigError(
-            f"config {path} does not exist; expected a YAML file or key=value. Check the path.",
-            reason="not_found",
-            key=path,
-        )
-    try:
-        return OmegaConf.load(path)
-    except (YAMLError, OSError, UnicodeDecodeError) as error:
-        message = f"config {path} is not readable YAML: {error}"
-        raise ConfigError(message, reason="malformed", key=path) from error

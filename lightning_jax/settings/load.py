@@ -1,22 +1,17 @@
 """Loading of settings from layers, checked by a schema."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from functools import reduce
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
-from lightning_jax.errors import FieldError, InvalidValue
-from lightning_jax.schema import inner_section
-from lightning_jax.settings.errors import (
-    ConfigError,
-    config_errors,
-    error_fields,
-    is_secret,
-    one_sentence,
-)
+from lightning_jax.schema import HIDDEN, defaults, from_plain, plain
+from lightning_jax.settings.errors import Argument, ConfigError, as_config_error, is_secret
 from lightning_jax.settings.layers import read_layers
+from lightning_jax.settings.saved import flatten
 
 T = TypeVar("T")
 
@@ -40,55 +35,39 @@ def load_with_derived(
     schema: type[T], argv: Sequence[str], *, only: Sequence[str] | None = None
 ) -> tuple[T, dict[str, Any]]:
     """Load settings like `load_config`. Return also the values, by key, that follow from others."""
-    merged, given = OmegaConf.structured(schema), OmegaConf.create()
-    for layer in read_layers(argv, schema):
-        with config_errors(layer.argument, schema):
-            settings = layer.settings
-            if only is not None:
-                settings = OmegaConf.masked_copy(settings, list(only))
-            merged = OmegaConf.merge(merged, settings)
-            given = OmegaConf.merge(given, settings)
+    layers = read_layers(argv, schema)
+    merged = reduce(_merged, (layer.settings for layer in layers), {})
+    settings = {key: value for key, value in merged.items() if only is None or key in only}
+
+    def argument_of(key: str) -> Argument | None:
+        """Return the last argument that sets the key or something in it."""
+        setters = (
+            layer.argument
+            for layer in reversed(layers)
+            if any(f"{name}.".startswith(f"{key}.") for name in flatten(layer.settings))
+        )
+        return next(setters, None)
+
+    # A reader of a run does not need its secrets.
+    missing = [key for key, value in flatten(settings).items() if value == HIDDEN]
+    if unset := sorted(key for key in missing if only is None or not is_secret(key)):
+        message = f"{unset[0]} is required; add {unset[0]}=VALUE."
+        raise ConfigError(message, reason="missing", key=unset[0])
     try:
-        # `merged` has defaults for missing keys. A reader of a run does not need its secrets.
-        missing = OmegaConf.missing_keys(given)
-        unset = sorted(key for key in missing if only is None or not is_secret(key))
-        if not unset:
-            config = _to_object(merged)
-            return config, dict(_derived(config, merged))
-    except OmegaConfBaseException as error:
-        raise ConfigError(one_sentence(error), **error_fields(error)) from error
-    except InvalidValue as error:
-        raise ConfigError(str(error), reason=error.reason, key=error.key) from error
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    message = f"{unset[0]} is required; add {unset[0]}=VALUE."
-    raise ConfigError(message, reason="missing", key=unset[0])
+        # References also lead to defaults.
+        values = OmegaConf.to_container(
+            OmegaConf.create(_merged(defaults(schema), settings)), resolve=True
+        )
+        config = from_plain(schema, values)
+    except (OmegaConfBaseException, ValidationError) as error:
+        raise as_config_error(error, schema, argument_of) from error
+    unset_values = {key for key, value in flatten(values).items() if value is None}
+    derived = {key: value for key, value in flatten(plain(config)).items() if key in unset_values}
+    return config, {key: value for key, value in derived.items() if value is not None}
 
 
-def _to_object(node: Any, key: str = "") -> Any:
-    """Convert the section at `key`.
-
-    Raises FieldError with the full key of a field that is invalid.
-    """
-    try:
-        return OmegaConf.to_object(node)
-    except FieldError as error:
-        for name in node:
-            if OmegaConf.is_dict(node[name]):  # its own error has the longer key
-                _to_object(node[name], f"{key}.{name}" if key else str(name))
-        if not key:
-            raise
-        raise FieldError(f"{key}.{error}", reason=error.reason, key=f"{key}.{error.key}") from error
-
-
-def _derived(section: Any, merged: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the settings of a section that are None as given, and are not in the section."""
-    found: list[tuple[str, Any]] = []
-    for field in fields(section):
-        value, as_given = getattr(section, field.name), merged[field.name]
-        inner = inner_section(field.type)
-        if as_given is None and value is not None:
-            found.append((prefix + field.name, value))
-        elif inner and not inner.is_dict and value is not None:
-            found += _derived(value, as_given, f"{prefix}{field.name}.")
-    return found
+def _merged(low: Any, high: Any) -> Any:
+    """Return nested settings with those of `high` over those of `low`, which it may require."""
+    if isinstance(low, dict) and isinstance(high, dict):
+        return low | {name: _merged(low.get(name, HIDDEN), value) for name, value in high.items()}
+    return low if high == HIDDEN else high

@@ -2,12 +2,12 @@
 
 import os
 import shlex
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_jax.schema import PathKind, inner_section, path_kind
+from lightning_jax.schema import PathKind, from_plain, path_kind, plain, sections
 
 Section = TypeVar("Section", bound=Any)
 Change = Callable[[str], str]  # from a path to another that names the same file
@@ -25,35 +25,34 @@ def below(folder: Path) -> Change:
     return change
 
 
-def map_paths(node: Any, section: type, change: Change) -> Any:
-    """Return a section's plain settings with other paths. Names that are no paths stay."""
-    if not isinstance(node, dict):
-        return node
-    changed = dict(node)
-    for field in fields(section):  # pyright: ignore[reportArgumentType]
-        value = node.get(field.name)
-        inner, kind = inner_section(field.type), path_kind(field.type)
-        if inner and inner.is_dict and isinstance(value, dict):
-            changed[field.name] = {k: map_paths(v, inner.section, change) for k, v in value.items()}
-        elif inner:
-            changed |= {field.name: map_paths(value, inner.section, change)} if value else {}
-        elif kind and value is not None:
-            changed[field.name] = _mapped(value, kind, change)
-    return changed
+def named_paths(
+    node: dict[str, Any], section: type
+) -> Iterator[tuple[str, PathKind, dict[str, Any], str]]:
+    """Yield each setting that names a file: its key, its kind, and where it lies in `node`."""
+    for key, inner, values in sections(section, node):
+        for name, kind in ((field.name, path_kind(field.type)) for field in fields(inner)):
+            if kind and values.get(name) is not None:
+                yield ".".join((*key, name)), kind, values, name
+
+
+def named_files(section: Any) -> Iterator[tuple[str, PathKind, Any]]:
+    """Yield the key, kind and value of each setting of a section that names a file."""
+    node = plain(section, is_whole=True)
+    for key, kind, values, name in named_paths(node, type(section)):
+        yield key, kind, values[name]
+
+
+def map_paths(node: dict[str, Any], section: type, change: Change) -> dict[str, Any]:
+    """Change the paths in a section's plain settings. Names that are no paths stay."""
+    for _, kind, values, name in named_paths(node, section):
+        values[name] = _mapped(values[name], kind, change)
+    return node
 
 
 def absolute_paths(section: Section) -> Section:
     """Return a section whose paths lead to the same files from any working directory."""
-    changes: dict[str, Any] = {}
-    for field in fields(section):
-        value, kind = getattr(section, field.name), path_kind(field.type)
-        if kind and value is not None:
-            changes[field.name] = _mapped(value, kind, os.path.abspath)
-        elif is_dataclass(value):
-            changes[field.name] = absolute_paths(value)  # pyright: ignore[reportArgumentType]
-        elif isinstance(value, dict) and any(map(is_dataclass, value.values())):
-            changes[field.name] = {name: absolute_paths(held) for name, held in value.items()}
-    return replace(section, **changes)
+    values = map_paths(plain(section, is_whole=True), type(section), os.path.abspath)
+    return from_plain(type(section), values)
 
 
 def file_of(reference: str) -> str | None:

@@ -1,7 +1,6 @@
 """Settings saved in a run's directory, and their comparison with others."""
 
 import os
-from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lightning_jax.settings.errors import HIDDEN, SECRET, ConfigError, is_secret, one_sentence
+from lightning_jax.schema import HIDDEN, SECRET, plain
+from lightning_jax.settings.errors import ConfigError, is_secret, one_sentence
 from lightning_jax.settings.paths import map_paths
 from lightning_jax.system.files import write_whole
 
@@ -20,7 +20,7 @@ def save_config(config: Any, path: Path) -> None:
     A function is written as MODULE:FUNCTION. Paths are absolute, so that the file can be read from
     anywhere.
     """
-    write_whole(path, OmegaConf.to_yaml(OmegaConf.create(_plain(config))))
+    write_whole(path, OmegaConf.to_yaml(OmegaConf.create(_as_saved(config))))
 
 
 def read_saved(path: Path) -> dict[str, Any]:
@@ -47,39 +47,22 @@ def changed_keys(path: Path, config: Any) -> list[str]:
     """
     if not path.exists():
         return []
-    saved = map_paths(_hide(read_saved(path)), type(config), os.path.abspath)
-    old, new = flatten(_plain(type(config)())) | flatten(saved), flatten(_plain(config))
+    saved = map_paths(read_saved(path), type(config), os.path.abspath)
+    old, new = flatten(_as_saved(type(config)())) | flatten(saved), flatten(_as_saved(config))
     keys = (key for key in old.keys() | new.keys() if not is_secret(key))
     return sorted(key for key in keys if old.get(key) != new.get(key))
 
 
-def _plain(config: Any) -> Any:
-    """Return the settings as they are saved."""
-    container = OmegaConf.to_container(OmegaConf.structured(_with_references(config)))
-    return map_paths(_hide(container), type(config), os.path.abspath)
-
-
-def _with_references(section: Any) -> Any:
-    """Return the settings with MODULE:FUNCTION in place of each function."""
-    changed = {}
-    for name in (field.name for field in fields(section)):
-        value = getattr(section, name)
-        if callable(value):
-            qualname = getattr(value, "__qualname__", type(value).__qualname__)
-            changed[name] = f"{value.__module__}:{qualname}"
-        elif is_dataclass(value):
-            changed[name] = _with_references(value)
-        elif isinstance(value, dict) and any(map(is_dataclass, value.values())):
-            changed[name] = {key: _with_references(inner) for key, inner in value.items()}
-    return replace(section, **changed)
+def _as_saved(config: Any) -> dict[str, Any]:
+    return map_paths(_hide(plain(config)), type(config), os.path.abspath)
 
 
 def _hide(node: Any, name: str = "") -> Any:
-    """Return plain settings with secrets replaced by HIDDEN."""
+    """Return plain settings with secrets replaced by HIDDEN, also in options."""
     if isinstance(node, dict):
         return {str(key): _hide(value, str(key)) for key, value in node.items()}
-    if name == "env":  # variables of agents' programs
-        return [text.partition("=")[0] + f"={HIDDEN}" * ("=" in text) for text in node]
+    if name == "env" and isinstance(node, list | tuple):  # variables of agents' programs
+        return [text.partition("=")[0] + f"={HIDDEN}" * ("=" in text) for text in map(str, node)]
     return HIDDEN if name == SECRET and node is not None else node
 
 

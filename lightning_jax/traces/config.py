@@ -1,11 +1,33 @@
 """Settings of roles and of rewards by rule."""
 
+import os
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import field
+from typing import Annotated, Literal
 
-from lightning_jax.schema import Finite, FinitePositive, Section, is_plain_url, require
+from lightning_jax.schema import (
+    PLAIN_URL,
+    Finite,
+    FinitePositive,
+    Rule,
+    Section,
+    expect,
+    is_plain_url,
+    section,
+)
+from lightning_jax.settings import ConfigError
 
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+Pattern = Annotated[str, expect(_compiles, "a regular expression")]
 Fact = Literal[
     "tool_error",
     "tool_timeout",
@@ -20,52 +42,80 @@ SERVED_BY = ("policy", "initial")
 RESERVED = ("policy", "initial", "latest")  # model names with another meaning for the gateway
 
 
-@dataclass(frozen=True)
+@section
+class ModelServer(Section):
+    """Model that an OpenAI-compatible server may answer for, to which the run brings the key."""
+
+    served_model: str | None = None
+    """For a URL: model to request."""
+    api_key_env: str | None = None
+    """For a URL: environment variable with the key."""
+
+    @property
+    def url(self) -> str | None:
+        """Return the URL of the server, or None if no other server answers."""
+        raise NotImplementedError
+
+    def rules(self) -> Iterator[Rule]:
+        is_named, has_url = self.served_model is not None, self.url is not None
+        yield "served_model", is_named == has_url, "expected the model of a URL, else none"
+        has_use = has_url or self.api_key_env is None
+        yield "api_key_env", has_use, "expected none, because only a URL needs a key"
+
+    @property
+    def key(self) -> str | None:
+        """Return the key of the server. Raises ConfigError if the variable is not set."""
+        if self.api_key_env is None:
+            return None
+        if key := os.environ.get(self.api_key_env):
+            return key
+        raise ConfigError(
+            f"the environment variable {self.api_key_env} of a model's key is not set; set it.",
+            reason="missing",
+            key=self.api_key_env,
+        )
+
+
+@section
 class RoleConfig(Section):
     """Role that some calls of a run play.
 
     A call gets the first role whose patterns all match. A call without a role trains.
     """
 
-    agent: str | None = None  # pattern for the sub-agent's name, with * and ? as in file names
-    model: str | None = None  # pattern for the requested model name, with * and ?
-    system: str | None = None  # regular expression to find in the system prompt
-    trains: bool = True  # False: the call is part of the environment
-    policy: str | None = None  # policy that answers and learns; None: the one the call asks for
-    # policy: current weights; initial: weights from the start of the run; or the URL of an
-    # OpenAI-compatible server, whose calls cannot train.
+    agent: str | None = None
+    """Pattern for the sub-agent's name, with * and ? as in file names."""
+    model: str | None = None
+    """Pattern for the requested model name, with * and ?"""
+    system: Pattern | None = None
+    """Regular expression to find in the system prompt."""
+    trains: bool = True
+    """False: the call is part of the environment."""
+    policy: str | None = None
+    """Policy that answers and learns; None: the one the call asks for."""
     served_by: str = "policy"
-    served_model: str | None = None  # for a URL: model to request; None: as the agent asks
-    api_key: str | None = field(default=None, repr=False)  # for a URL; sent only to its host
-    # For a URL: limit of a call outside rollouts, which have their own.
+    """policy: current weights; initial: weights from the start of the run; or the URL of an
+    OpenAI-compatible server, whose calls cannot train."""
+    served_model: str | None = None
+    """For a URL: model to request; None: as the agent asks."""
+    api_key: str | None = field(default=None, repr=False)
+    """For a URL; sent only to its host."""
     timeout_s: FinitePositive = 600.0
-    max_response_mib: FinitePositive = 32.0  # for a URL: a longer response fails the call
+    """For a URL: limit of a call outside rollouts, which have their own."""
+    max_response_mib: FinitePositive = 32.0
+    """For a URL: a longer response fails the call."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self,
-            agent=(
-                any((self.agent, self.model, self.system)),
-                "a pattern for the agent, the model or the system prompt",
-            ),
-            system=(_compiles(self.system), "a regular expression"),
-            served_by=(
-                self.served_by in SERVED_BY or is_plain_url(self.served_by),
-                "policy, initial or the http(s) URL of a server, without a user, query or fragment",
-            ),
-            policy=(
-                self.policy is None or self.served_by == "policy",
-                f"none, because served_by is {self.served_by} and no policy of the run answers",
-                "conflict",
-            ),
-            trains=(
-                not self.trains or self.served_by == "policy",
-                f"false, because served_by is {self.served_by} and only a policy's responses are "
-                "trained",
-                "conflict",
-            ),
-        )
+    def rules(self) -> Iterator[Rule]:
+        has_pattern = any((self.agent, self.model, self.system))
+        yield "agent", has_pattern, "expected a pattern for agent, model or system"
+        is_known = self.served_by in SERVED_BY or is_plain_url(self.served_by)
+        yield "served_by", is_known, f"expected {', '.join(SERVED_BY)} or {PLAIN_URL}"
+        is_policy = self.served_by == "policy"
+        why = f"because served_by is {self.served_by}"
+        expected = f"expected none, {why} and no policy of the run answers"
+        yield "policy", self.policy is None or is_policy, expected
+        expected = f"expected false, {why} and only a policy's responses are trained"
+        yield "trains", not self.trains or is_policy, expected
 
     @property
     def is_external(self) -> bool:
@@ -73,30 +123,19 @@ class RoleConfig(Section):
         return self.served_by not in SERVED_BY
 
 
-@dataclass(frozen=True)
+@section
 class RewardRule(Section):
     """Reward that a call earns each time it causes `fact`."""
 
-    fact: Fact  # what a call causes, see docs/traces.md
-    reward: Finite  # added to the call's reward, in reward units
-    pattern: str | None = None  # regular expression to find in the fact's text; None: any
-    agent: str | None = None  # pattern for the sub-agent's name, with * and ?; None: any
+    fact: Fact
+    """What a call causes, see docs/traces.md."""
+    reward: Finite
+    """Added to the call's reward, in reward units."""
+    pattern: Pattern | None = None
+    """Regular expression to find in the fact's text; None: any."""
+    agent: str | None = None
+    """Pattern for the sub-agent's name, with * and ?; None: any."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self,
-            pattern=(
-                _compiles(self.pattern) and (self.pattern is not None or self.fact not in TEXTS),
-                "a regular expression"
-                + (f", because the fact is {self.fact}" * (self.fact in TEXTS)),
-            ),
-        )
-
-
-def _compiles(pattern: str | None) -> bool:
-    try:
-        re.compile(pattern or "")
-    except re.error:
-        return False
-    return True
+    def rules(self) -> Iterator[Rule]:
+        has_pattern = self.pattern is not None or self.fact not in TEXTS
+        yield "pattern", has_pattern, f"expected a regular expression, as the fact is {self.fact}"

@@ -1,16 +1,19 @@
-"""Checks of a run's settings that need neither JAX nor the agent's own imports."""
+"""Checks of what settings name, which need neither JAX nor the agent's own imports.
 
-from collections.abc import Iterator
-from dataclasses import fields
+Sections check their values and `rules` when they are made. The checks here are for files, programs,
+packages and variables, before a run starts. The trainer checks limits and devices of the process.
+"""
+
 from pathlib import Path
-from typing import Any
 
 from lightning_jax.cluster.ray_session import require_ray
 from lightning_jax.loading import check_reference, find_program
 from lightning_jax.models.model_files import ModelError, local_path, read_chat_template
-from lightning_jax.rollouts.config import RewardConfig, key_of, require_agent
-from lightning_jax.schema import PathKind, inner_section, path_kind
+from lightning_jax.rollouts.config import JudgeConfig, RewardConfig, require_agent
+from lightning_jax.rollouts.rubric import read_rubric
+from lightning_jax.schema import PathKind
 from lightning_jax.settings import ConfigError, changed_keys, load_config, read_saved
+from lightning_jax.settings.paths import named_files
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import CHECKPOINTS, SETTINGS, STORE, require_run
 from lightning_jax.train.sinks import check_sinks
@@ -91,14 +94,11 @@ def read_rewards(file: Path) -> dict[str, RewardConfig]:
 
 
 def check_judges(config: Config) -> None:
-    """Raise ConfigError for a judge whose rubric cannot be used or whose key is not set."""
-    for reward in config.rewards.values():
-        if reward.judge:
-            key_of(reward.judge)
-            if reward.judge.rubric:
-                from lightning_jax.rollouts.rubric import read_rubric  # imports pydantic
-
-                read_rubric(reward.judge.rubric)
+    """Raise ConfigError for a rubric that cannot be used, or a key that is not set."""
+    for model in config.chat_models.values():
+        _ = model.key  # raises if it is not set
+        if isinstance(model, JudgeConfig) and model.rubric:
+            read_rubric(model.rubric)
 
 
 def check_model(config: Config) -> None:
@@ -114,20 +114,6 @@ def check_model(config: Config) -> None:
             raise ModelError(f"{key}: {error}", reason=error.reason, key=error.key) from error
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
-
-
-def named_files(section: Any, prefix: str = "") -> Iterator[tuple[str, PathKind, Any]]:
-    """Yield the key, kind and value of each setting that names a file."""
-    for field in fields(section):
-        value, kind = getattr(section, field.name), path_kind(field.type)
-        if value is None:
-            continue
-        if kind is not None:
-            yield prefix + field.name, kind, value
-        elif inner := inner_section(field.type):
-            below = value if inner.is_dict else {"": value}
-            for name, held in below.items():
-                yield from named_files(held, f"{prefix}{field.name}.{name and f'{name}.'}")
 
 
 def _check_directory(config: Config) -> None:

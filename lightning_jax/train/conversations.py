@@ -9,13 +9,12 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 
-from lightning_jax.errors import Coded, InvalidValue
+from lightning_jax.errors import Coded, InvalidValue, brief
 from lightning_jax.gateway.dialects.openai_fields import Tools, functions_of
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import (
     Fields,
     Integer,
-    brief,
     harmless,
     has_surrogates,
     is_deep,

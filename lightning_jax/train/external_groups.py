@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import brief
 from lightning_jax.gateway.http.external_routes import EndFields, OpenFields
 from lightning_jax.rl.token_weights import newest_version
 from lightning_jax.rollouts.external import EXPIRED, HUNG_UP, ExternalAgents

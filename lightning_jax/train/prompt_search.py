@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_jax.rollouts.chat import endpoint_of
-from lightning_jax.rollouts.config import key_of
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.system.packages import import_optional
 from lightning_jax.system.threads import run_in_thread
@@ -44,7 +43,7 @@ def check_search(config: Config, tasks: Sequence[Task]) -> None:
     """Raise UserError if the package, a key or tasks are missing that a search needs."""
     if config.prompt_search.every:
         import_optional("gepa", PACKAGE)
-        key_of(config.prompt_search)
+        _ = config.prompt_search.key  # raises if it is not set
         found = choose_tasks(tasks, config.prompt_search, 0)
         if (number := len(found.fresh)) < config.prompt_search.num_fresh:
             log.warning(

@@ -5,7 +5,6 @@ vLLM and `lightning-jax serve` do. At each token it names the likeliest ones, by
 calls share are computed once if it has a prefix cache.
 """
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,6 @@ from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rl.distill import Scores
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
 from lightning_jax.rollouts.chat import missing_v1
-from lightning_jax.settings import ConfigError
 
 CONCURRENCY = 16  # requests at once
 MAX_RETRIES = 6  # with growing pauses, about a minute in all
@@ -166,17 +164,9 @@ def connect(config: DistillConfig, tokenizer: Tokenizer, num_ids: int) -> Remote
     score tokens, and ModelError if it has another vocabulary.
     """
     assert config.served_model is not None, "the settings were checked"
-    key = NO_KEY if config.api_key_env is None else os.environ.get(config.api_key_env)
-    if not key:
-        raise ConfigError(
-            f"the environment variable {config.api_key_env} of the teacher's key is not set; set "
-            "it.",
-            reason="missing",
-            key=config.api_key_env,
-        )
     client = openai.OpenAI(
         base_url=config.teacher_url,
-        api_key=key,
+        api_key=config.key or NO_KEY,
         max_retries=MAX_RETRIES,
         timeout=TIMEOUT_S,
         # A server may not send prompts, which hold hints, to another one.

@@ -25,7 +25,6 @@ from lightning_jax.models.transformer import Params
 from lightning_jax.rl.scope import ALL
 from lightning_jax.rollouts.judge import judge_roles
 from lightning_jax.rollouts.servers import RolloutServer
-from lightning_jax.settings import ConfigError
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.state import Replica
@@ -64,7 +63,6 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
     """
     has_initial = bool(config.initial_users)
     if config.cluster.samplers:
-        _check_judges(config)
         dtype = config.model.dtype
         initial = copy_host_weights(copy_to_host(model.params, dtype)) if has_initial else None
         return partial(_serve_by_samplers, config, model, store, initial)
@@ -114,18 +112,6 @@ def _workers(config: Config, ray: Any) -> tuple[ClusterWorkers | None, ServeConf
 def _name_of(config: Config) -> str:
     """Return the name of the run in a cluster."""
     return str(Path(config.run_dir).resolve())
-
-
-def _check_judges(config: Config) -> None:
-    """Raise ConfigError for a judge that the run's own gateway would have to answer."""
-    for role in judge_roles(config.asked_models):
-        raise ConfigError(
-            f"cluster.samplers is {config.cluster.samplers} and a judge or the prompt search asks "
-            f"{role!r}, which samplers do not serve; set rewards.NAME.judge.served_by or "
-            "prompt_search.served_by to the URL of a server, or cluster.samplers to 0.",
-            reason="conflict",
-            key="cluster.samplers",
-        )
 
 
 def routing_of(config: Config) -> Routing:

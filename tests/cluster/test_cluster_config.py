@@ -34,9 +34,9 @@ def test_samplers_and_an_address_need_each_other() -> None:
 
 
 def test_resources_and_variables_are_checked() -> None:
-    with raises_coded(FieldError, "invalid", "sampler_resources"):
+    with raises_coded(FieldError, "out_of_range", "sampler_resources.GPU"):
         ClusterConfig("local", 1, sampler_resources={"GPU": 0.0})
-    with raises_coded(FieldError, "invalid", "worker_resources"):
+    with raises_coded(FieldError, "out_of_range", "worker_resources.CPU"):
         ClusterConfig("local", workers=1, worker_resources={"CPU": -1.0})
     with raises_coded(FieldError, "invalid", "sampler_env"):
         ClusterConfig("local", 1, sampler_env=("XLA_FLAGS",))

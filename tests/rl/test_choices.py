@@ -132,7 +132,7 @@ def test_what_cannot_be_known_of_a_custom_loss_is_not_assumed():
         AlgorithmConfig(loss=custom.clip, correction="truncate")
     with raises_coded(FieldError, "conflict", "credit"):
         AlgorithmConfig(loss="dpo", credit=custom.per_step)
-    with raises_coded(FieldError, "invalid", "value_coef"):
+    with raises_coded(FieldError, "conflict", "value_coef"):
         AlgorithmConfig(credit=custom.per_step, value_coef=0.1)
 
 

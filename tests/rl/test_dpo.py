@@ -179,7 +179,7 @@ def test_margins_by_hand_and_apart_by_policy():
 @pytest.mark.parametrize(
     "setting, reason",
     [
-        ("dpo_beta=0", "invalid"),
+        ("dpo_beta=0", "out_of_range"),
         ("kl_coef=0.1", "conflict"),
         ("credit=per_step", "conflict"),
         ("num_minibatches=2", "conflict"),

@@ -109,7 +109,7 @@ async def test_a_wrong_argument_is_an_error_at_once(
 ) -> None:
     with raises_coded(ConfigError, reason, key):
         await lj.run_rollouts(agent, tasks, gateway)
-    with raises_coded(FieldError, "invalid", "group_size"):
+    with raises_coded(FieldError, "out_of_range", "group_size"):
         await lj.run_rollouts(agent, tasks, gateway, group_size=0)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from coded import raises_coded
 
-from lightning_jax.rollouts.config import JudgeConfig, RewardConfig, check_rewards
+from lightning_jax.rollouts.config import JudgeConfig, RewardConfig, reward_rules
 from lightning_jax.rollouts.rewards import (
     attempt_of,
     component_metrics,
@@ -11,6 +11,7 @@ from lightning_jax.rollouts.rewards import (
     rank_correlation,
     weighted_sum,
 )
+from lightning_jax.schema import check_rules
 from lightning_jax.traces import attributes
 from lightning_jax.types import Rollout, Span
 
@@ -112,8 +113,9 @@ def test_an_unusable_component_is_refused(
     name: str, reward: RewardConfig, reason: str, key: str
 ) -> None:
     with raises_coded(ValueError, reason, key):
-        check_rewards({name: reward}, {"reader": object()})
-    check_rewards({"best": RewardConfig(judge=JudgeConfig(served_by="reader"))}, {"reader": 1})
+        check_rules(None, reward_rules({name: reward}, {"reader": object()}))
+    judged = RewardConfig(judge=JudgeConfig(served_by="reader"))
+    check_rules(None, reward_rules({"best": judged}, {"reader": 1}))
 
 
 @pytest.mark.parametrize(

@@ -77,12 +77,3 @@ def test_without_a_loader_the_files_are_read(tmp_path: Path) -> None:
     file.write_text('{"q": 1}\n{"q": 2}\n')
     train, dev = load_tasks(load_config(Config, [f"data.root={file}"]))
     assert {task["q"] for task in train + dev} == {1, 2}
-
-
-@pytest.mark.parametrize(
-    "key", ["data.sources", "data.max_schema_chars", "data.require_rows", "search.top_k"]
-)
-def test_an_old_key_is_answered_with_the_new_one(key: str) -> None:
-    with raises_coded(ConfigError, "moved") as caught:
-        load_config(Config, [f"{key}=1"])
-    assert "data.options" in str(caught.value)

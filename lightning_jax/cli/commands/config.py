@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_jax.cli.command import Command, argument
 from lightning_jax.errors import UserError
-from lightning_jax.schema import PathKind
 
 if TYPE_CHECKING:
     from lightning_jax.train.config import Config
@@ -82,7 +81,8 @@ def _check(argv: list[str]) -> None:
 
 def _files(config: "Config") -> Iterator[tuple[str, Any]]:
     """Yield the settings that name files, and not a known function or model."""
-    from lightning_jax.train.check import named_files
+    from lightning_jax.schema import PathKind
+    from lightning_jax.settings.paths import named_files
 
     for key, kind, value in named_files(config):
         is_known = kind is PathKind.FUNCTION and ":" not in str(value)

@@ -39,13 +39,15 @@ def find_sources(
     if base is None or base == config.model.name:
         weights_sources = {0: WeightsSource(label + config.model.name, lambda initial: initial)}
     else:
-        weights_sources = {0: WeightsSource(label + base, _loads(base, config))}
+        weights_sources = {0: WeightsSource(label + base, _loads(base, config.model.dtype))}
     # Several adapters are each exported in a separate merged copy, so no export holds them all.
     exported = run_dir / "policy" / policy
     if exported_step(run_dir) == last_version > 0 and not config.adapters and exported.is_dir():
         # A single adapter is merged in the export, and the fresh adapter on top of it is zero.
         name = f"{label}policy{f'/{policy}' if policy else ''}"
-        weights_sources[last_version] = WeightsSource(name, _loads(str(exported), config))
+        weights_sources[last_version] = WeightsSource(
+            name, _loads(str(exported), config.model.dtype)
+        )
     directory = run_dir / CHECKPOINTS
     if directory.is_dir():
 
@@ -61,6 +63,6 @@ def find_sources(
     return weights_sources
 
 
-def _loads(name: str, config: Config) -> Callable[[Params], Params]:
+def _loads(name: str, dtype: str) -> Callable[[Params], Params]:
     """Return a function that lays the named model's weights over its argument."""
-    return lambda initial: overlay(initial, load_model(name, config.model.dtype).params)
+    return lambda initial: overlay(initial, load_model(name, dtype).params)

@@ -13,10 +13,10 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway.calls.record import write_spans
 from lightning_jax.gateway.calls.routing import Route
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import brief
 from lightning_jax.gateway.sessions.open_rollouts import HandledCall
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import OpenSpan, SpanSink

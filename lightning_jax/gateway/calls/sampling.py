@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_jax.engine.types import SamplingParams
-from lightning_jax.errors import InvalidValue
+from lightning_jax.errors import InvalidValue, brief
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.fields import Fields, Number, brief, read
+from lightning_jax.gateway.fields import Fields, Number, read
 from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.gateway.sessions.open_rollouts import OpenRollout, derive_seed
 

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion, PromptScores
+from lightning_jax.errors import brief
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import (
@@ -75,7 +76,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     logprobs = payload.top_logprobs is not None
     if payload.best_of not in (None, n):
         raise invalid(
-            f"best_of is {fields.brief(payload.best_of)} but n is {n}; every sample is returned, "
+            f"best_of is {brief(payload.best_of)} but n is {n}; every sample is returned, "
             "so set both to the same number.",
             "best_of",
             "unsupported_parameter",

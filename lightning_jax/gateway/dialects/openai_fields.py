@@ -10,6 +10,7 @@ from pydantic import Field
 
 from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion
+from lightning_jax.errors import brief
 from lightning_jax.gateway.answer import Answer
 from lightning_jax.gateway.dialects.base import Event, Reply
 from lightning_jax.gateway.errors import invalid
@@ -21,7 +22,6 @@ from lightning_jax.gateway.fields import (
     Number,
     SamplingFields,
     Strings,
-    brief,
 )
 from lightning_jax.gateway.request import (
     MAX_CHOICES,

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.fields import brief
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,14 @@ from io import BytesIO
 
 from aiohttp import web
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway.calls.offload import INLINE_BYTES, FairQueue, dump_json
 from lightning_jax.gateway.calls.proxy import ProxiedCall, pass_on
 from lightning_jax.gateway.calls.responder import Prepared, Responder
 from lightning_jax.gateway.calls.routing import Route, read_traits
 from lightning_jax.gateway.dialects.base import Dialect, Dump, Event, Framing, Reply, Sender
 from lightning_jax.gateway.errors import ApiError, our_fault
-from lightning_jax.gateway.fields import Body, brief
+from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.http.auth import Callers
 from lightning_jax.gateway.http.server import Bodies, refusal
 from lightning_jax.gateway.metrics import HUNG_UP

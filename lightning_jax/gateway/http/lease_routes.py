@@ -12,8 +12,9 @@ from typing import Annotated, TypeVar
 from aiohttp import web
 from pydantic import Field
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import Fields, Integer, Listed, brief, read
+from lightning_jax.gateway.fields import Fields, Integer, Listed, read
 from lightning_jax.gateway.http.auth import Callers
 from lightning_jax.gateway.http.server import Bodies
 from lightning_jax.gateway.sessions.lease_protocol import VERSION

@@ -17,10 +17,11 @@ from aiohttp import web
 from aiohttp.web import RequestPayloadError
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.errors import brief
 from lightning_jax.gateway.calls.offload import Offload
 from lightning_jax.gateway.dialects.base import Dialect
 from lightning_jax.gateway.errors import ApiError, GatewayError, invalid, our_fault
-from lightning_jax.gateway.fields import Body, as_object, brief, has_more_values, has_surrogates
+from lightning_jax.gateway.fields import Body, as_object, has_more_values, has_surrogates
 from lightning_jax.gateway.http.connections import GuardedRunner
 from lightning_jax.gateway.http.server_log import server_logger
 

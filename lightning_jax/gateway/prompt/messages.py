@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_jax.errors import InvalidValue
-from lightning_jax.gateway.fields import brief
+from lightning_jax.errors import InvalidValue, brief
 from lightning_jax.gateway.prompt.call_syntax import read_arguments
 from lightning_jax.types import Message
 

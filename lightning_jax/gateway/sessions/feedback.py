@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import Body, Fields, Integer, brief, read
+from lightning_jax.gateway.fields import Body, Fields, Integer, read
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.sessions.open_rollouts import AnsweredCall, OpenRollout
 from lightning_jax.gateway.sessions.owners import Owner, Owners

@@ -18,9 +18,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_jax.errors import Coded
+from lightning_jax.errors import Coded, brief
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import brief
 from lightning_jax.gateway.sessions.lease_protocol import beat_s
 from lightning_jax.gateway.sessions.lease_report import LOST, SILENT, STOPPED, Report
 from lightning_jax.gateway.sessions.work_matching import AskingWorker, Poll, WorkMatching

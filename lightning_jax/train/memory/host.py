@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.replicas import split_by_data
@@ -35,7 +36,9 @@ def process_items(model: DecoderConfig, config: Config) -> list[MemoryItem]:
         MemoryItem("Python, JAX and libraries", PROCESS // devices, _NO_SETTING),
         MemoryItem(f"{number} compiled programs", programs // devices, fewer),
     ]
-    if named := named_bytes(config):  # in the sequences, and in batches before they are sharded
+    if named := named_bytes(
+        config.distill, config.rollout, config.batch
+    ):  # in the sequences, and in batches before they are sharded
         lower = f"Lower distill.top_k={config.distill.num_top}, or set distill.kl to sampled"
         items.append(MemoryItem("copies of the teacher's tokens", 2 * named // devices, lower))
     algorithm = config.algorithm
@@ -46,19 +49,18 @@ def process_items(model: DecoderConfig, config: Config) -> list[MemoryItem]:
     return items
 
 
-def transposed_item(model: DecoderConfig, config: Config) -> MemoryItem:
+def transposed_item(model: DecoderConfig, dtype: jnp.dtype, serving: Mesh) -> MemoryItem:
     """Return the copy of new weights from which an engine on one CPU makes transposed kernels."""
-    serving = split_by_data(serving_mesh(config.serve.mesh, config.mesh))[0]
-    dtype = jnp.dtype(config.model.dtype)
+    serving = split_by_data(serving)[0]
     turns = turns_kernels(serving, dtype)
     size = weight_bytes(model, serving, dtype, trained_part) if turns else 0
     return MemoryItem("new weights before they are transposed", size, _NO_SETTING)
 
 
-def sent_item(model: DecoderConfig, config: Config) -> MemoryItem:
+def sent_item(model: DecoderConfig, dtype: jnp.dtype) -> MemoryItem:
     """Return the copies of new weights in this process and in Ray's object store."""
     whole = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1))
-    size = 2 * weight_bytes(model, whole, jnp.dtype(config.model.dtype), trained_part)
+    size = 2 * weight_bytes(model, whole, dtype, trained_part)
     size //= jax.local_device_count()
     return MemoryItem("new weights on their way to the samplers", size, _NO_SETTING)
 

@@ -9,6 +9,7 @@ from lightning_jax.engine.device.pages import PageCopier
 from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models.attention.kv_cache import row_length
+from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.load import load_shape
 from lightning_jax.models.lora import frozen_part, trained_part
 from lightning_jax.models.memory import (
@@ -22,6 +23,8 @@ from lightning_jax.models.memory import (
 from lightning_jax.models.mesh import num_row_shards, platform_of
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.sharding import cache_sharding
+from lightning_jax.rl.config import BatchConfig, DistillConfig
+from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.train.config import Config
 
 _MORE_DEVICES = "Use more devices (mesh.fsdp) or a smaller model.name"
@@ -54,7 +57,7 @@ def state_items(
     """Return the memory of train states and their reference."""
     algorithm, warmup = config.algorithm, config.warmup
     weights = weight_bytes(model, mesh, jnp.float32, trained_part)
-    less = _less_trained(config)
+    less = _less_trained(config.model)
     optimizers = [config.optimizer, warmup.optimizer][: 1 + (warmup.num_steps > 0)]
     first = max(
         weight_bytes(model, mesh, jnp.dtype(optimizer.mu_dtype), trained_part)
@@ -81,8 +84,8 @@ def state_items(
     return items
 
 
-def _less_trained(config: Config) -> str:
-    return _MORE_DEVICES if config.model.lora.rank else _ADAPTERS
+def _less_trained(settings: ModelConfig) -> str:
+    return _MORE_DEVICES if settings.lora.rank else _ADAPTERS
 
 
 def serving_items(
@@ -113,13 +116,15 @@ def serving_items(
     return items
 
 
-def step_items(model: DecoderConfig, config: Config, mesh: Mesh) -> list[MemoryItem]:
+def step_items(
+    model: DecoderConfig, settings: ModelConfig, batch: BatchConfig, mesh: Mesh
+) -> list[MemoryItem]:
     """Return the memory that the gradients of one microbatch need.
 
     The first item also exists between microbatches.
     """
-    batch, dtype, remat = config.batch, config.model.dtype, config.model.remat
-    activation_dtype = jnp.dtype(config.model.activation_dtype or dtype)
+    dtype, remat = settings.dtype, settings.remat
+    activation_dtype = jnp.dtype(settings.activation_dtype or dtype)
     weights = weight_bytes(model, mesh, jnp.float32, trained_part)
     rows = -(-batch.rows // num_row_shards(mesh))
     used = used_weight_bytes(model, mesh, remat=remat, dtype=dtype)
@@ -133,33 +138,35 @@ def step_items(model: DecoderConfig, config: Config, mesh: Mesh) -> list[MemoryI
     else:
         cheaper = smaller = "Set model.remat to true"
     return [
-        MemoryItem("gradients", weights, _less_trained(config)),
+        MemoryItem("gradients", weights, _less_trained(settings)),
         MemoryItem("microbatch gradients and gathered weights", weights + used, cheaper),
         MemoryItem("activations", rows * batch.row_len * token, smaller),
         MemoryItem("logits", logits, f"Lower batch.head_chunk={batch.head_chunk}"),
     ]
 
 
-def named_bytes(config: Config) -> int:
+def named_bytes(distill: DistillConfig, rollout: RolloutConfig, batch: BatchConfig) -> int:
     """Return the size of the teacher's likeliest tokens at the targets of a step, 0 without any.
 
     Each rollout counts as a row of a batch, which is the most unless rollouts have several
     conversations. A token has an id and a log-probability.
     """
-    rollouts = config.rollout.tasks_per_step * config.rollout.group_size
-    named = config.distill.num_top if config.distill.has_teacher else 0
-    return rollouts * config.batch.max_targets * named * (4 + 4)
+    rollouts = rollout.tasks_per_step * rollout.group_size
+    named = distill.num_top if distill.has_teacher else 0
+    return rollouts * batch.max_targets * named * (4 + 4)
 
 
-def named_items(config: Config, mesh: Mesh) -> list[MemoryItem]:
+def named_items(
+    distill: DistillConfig, rollout: RolloutConfig, batch: BatchConfig, mesh: Mesh
+) -> list[MemoryItem]:
     """Return the memory of a step's likeliest tokens by a teacher, if it names any."""
-    share = named_bytes(config) // num_row_shards(mesh)
-    lower = f"Lower distill.top_k={config.distill.num_top}, or set distill.kl to sampled"
+    share = named_bytes(distill, rollout, batch) // num_row_shards(mesh)
+    lower = f"Lower distill.top_k={distill.num_top}, or set distill.kl to sampled"
     return [MemoryItem("the teacher's likeliest tokens", share, lower)] if share else []
 
 
 def publish_items(
-    model: DecoderConfig, config: Config, training: Mesh, serving: Mesh
+    model: DecoderConfig, dtype: jnp.dtype, training: Mesh, serving: Mesh
 ) -> tuple[MemoryItem, MemoryItem]:
     """Return the memory of weights in transit.
 
@@ -167,7 +174,6 @@ def publish_items(
     serving devices. Engines use the copied weights directly if they are already on their devices.
     Sets of weights are transferred one at a time.
     """
-    dtype = jnp.dtype(config.model.dtype)
     cast = copy_bytes(model, training, split_by_data(serving)[0], dtype)
     new = weight_bytes(model, serving, dtype, trained_part)
     return (

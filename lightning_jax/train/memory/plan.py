@@ -113,42 +113,41 @@ def _moments(
 
     `here` is what a process holds beside the arrays, if the devices are its CPUs.
     """
+    busiest = "an update" if config.total_steps else "rollouts"
+    dtype = jnp.dtype(config.model.dtype)
     if config.cluster.samplers:  # nothing serves here
         kept = state_items(model, config, training, shares_base=False)
-        moments = {_busiest(config): kept + _update_items(model, config, training) + here}
+        moments = {busiest: kept + _update_items(model, config, training) + here}
         if here:
-            moments["publishing"] = [*kept, sent_item(model, config), *here]
+            moments["publishing"] = [*kept, sent_item(model, dtype), *here]
             moments["a checkpoint"] = [*kept, *here, checkpoint_item(kept)]
         return moments
     serving = serving_mesh(config.serve.mesh, config.mesh, devices)
-    dtype = jnp.dtype(config.model.dtype)
     shares_base = shares_frozen(model, training, split_by_data(serving), dtype)
     trained = state_items(model, config, training, shares_base=shares_base)
     served = serving_items(model, config, serving, shares_base=shares_base)
     shared = not set(training.devices.flat).isdisjoint(serving.devices.flat)
     kept = trained + served if shared else trained
-    cast, new = publish_items(model, config, training, serving)
+    cast, new = publish_items(model, dtype, training, serving)
     moments = {
-        _busiest(config): kept + _update_items(model, config, training) + here,
+        busiest: kept + _update_items(model, config, training) + here,
         "publishing": [*kept, cast, *([new] if shared else []), *here],
     }
     if here:
-        moments["publishing"].append(transposed_item(model, config))
+        moments["publishing"].append(transposed_item(model, dtype, serving))
         moments["a checkpoint"] = [*kept, *here, checkpoint_item(trained)]
     if not shared:
         moments["publishing, on the serving devices"] = [*served, new, *here]
     return moments
 
 
-def _busiest(config: Config) -> str:
-    return "an update" if config.total_steps else "rollouts"
-
-
 def _update_items(model: DecoderConfig, config: Config, training: Mesh) -> list[MemoryItem]:
     """Return what an update adds, nothing for a run that only evaluates."""
     if config.total_steps == 0:
         return []
-    return [*named_items(config, training), *step_items(model, config, training)]
+    batch = config.batch
+    named = named_items(config.distill, config.rollout, batch, training)
+    return named + step_items(model, config.model, batch, training)
 
 
 def plan_run(config: Config) -> Plan:
@@ -187,7 +186,7 @@ def compile_plan(
             lowered.compile().memory_analysis().temp_size_in_bytes
             for lowered in lower_step(updater, config)
         )
-    _, *estimates, logits = step_items(model, config, updater.mesh)
+    _, *estimates, logits = step_items(model, config.model, config.batch, updater.mesh)
     known = tuple(item for item in plan.items if item not in estimates)
     rest = max(needed - logits.num_bytes, 0)
     name, setting = "activations and other temporaries (compiled)", _largest(estimates).setting

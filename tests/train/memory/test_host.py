@@ -3,12 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 from coded import raises_coded
 from log_events import records
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import MeshConfig, ModelConfig
+from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.memory_limits import Limit
@@ -49,9 +51,8 @@ def test_on_cpus_the_process_is_part_of_the_plan() -> None:
 def test_a_float32_engine_on_one_cpu_transposes_new_weights() -> None:
     def transposed(model: ModelConfig, devices: int) -> int:
         mesh = MeshConfig(data=1, fsdp=1, tensor=devices, first_device=0)
-        serve = dataclasses.replace(CONFIG.serve, mesh=mesh)
-        config = dataclasses.replace(CONFIG, serve=serve, model=model)
-        return host.transposed_item(MODEL.config, config).num_bytes
+        dtype = jnp.dtype(model.dtype)
+        return host.transposed_item(MODEL.config, dtype, serving_mesh(mesh, mesh)).num_bytes
 
     assert transposed(ModelConfig(), 1) == 4 * sum(x.size for x in jax.tree.leaves(MODEL.params))
     assert transposed(ModelConfig(), 2) == 0

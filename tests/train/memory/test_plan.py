@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from coded import raises_coded
 
@@ -250,7 +251,7 @@ def test_gathered_weights_become_the_engines() -> None:
         serving = plan.serving_mesh(config.serve.mesh, config.mesh, gpus)
         return {
             item.name: item.num_bytes
-            for item in plan.publish_items(MODEL.config, config, training, serving)
+            for item in plan.publish_items(MODEL.config, jnp.dtype("bfloat16"), training, serving)
         }
 
     found = publishing(8, CONFIG.serve)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, CallDelta, Delta
 from lightning_jax.gateway.dialects.base import (
@@ -173,7 +174,7 @@ def _previous(response_id: str | None, sender: Sender) -> tuple[Message, ...]:
     previous = sender.conversations.get(response_id)
     if previous is None:
         raise invalid(
-            f"previous_response_id is {fields.brief(response_id)}, which is not stored; pass the "
+            f"previous_response_id is {brief(response_id)}, which is not stored; pass the "
             "id of a response from this rollout made with store on.",
             "previous_response_id",
             "previous_response_not_found",

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from lightning_jax.errors import brief
 from lightning_jax.gateway.dialects.base import Listing, Sender
 from lightning_jax.gateway.dialects.saved_responses import SavedResponse
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import Body, brief
+from lightning_jax.gateway.fields import Body
 from lightning_jax.types import Message
 
 LOGPROBS: Final = "message.output_text.logprobs"
