@@ -20,7 +20,6 @@ from lightning_jax.gateway.auth import Callers
 from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing
 from lightning_jax.gateway.errors import ApiError, GatewayError, to_api_error
-from lightning_jax.gateway.external_routes import ExternalRollouts, ExternalRoutes
 from lightning_jax.gateway.feedback import Reports
 from lightning_jax.gateway.handler import CallHandler
 from lightning_jax.gateway.http import (
@@ -31,11 +30,9 @@ from lightning_jax.gateway.http import (
     reachable_url,
     refusal,
 )
-from lightning_jax.gateway.lease_routes import LeaseRoutes
 from lightning_jax.gateway.leases import LeaseQueue
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.offload import Offload
-from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.prompt.habits import habits_of
 from lightning_jax.gateway.prompt.tool_formats import format_of
 from lightning_jax.gateway.remote import RemoteEngine
@@ -44,6 +41,8 @@ from lightning_jax.gateway.responder import PolicyLoop, Responder
 from lightning_jax.gateway.routing import Routing
 from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
 from lightning_jax.gateway.waits import Lost, counted_for
+from lightning_jax.gateway.work_routes import WorkRoutes
+from lightning_jax.system.clock import PausableClock
 from lightning_jax.traces import otlp
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.sink import SpanSink
@@ -85,7 +84,7 @@ class Gateway:
         serve, tokenizer = serve or engine.serve, engine.tokenizer
         self.engine = engine
         self._meters = Meters(engine.stats)
-        self.pauses = Pauses()  # of the deadlines of calls and rollouts
+        self.pauses = PausableClock()  # of the deadlines of calls and rollouts
         self._offload = Offload()
         self._bodies = Bodies(serve, self._offload)
         _ = tokenizer.max_token_bytes  # computed before the first call has to wait for it
@@ -108,8 +107,7 @@ class Gateway:
         self._reports = Reports(store, self._rollouts.owners, self._meters)
         self._callers = Callers(self.api_key, self._rollouts, responder, routing or Routing())
         self._calls = CallHandler(self._callers, responders, self._reports, self._bodies)
-        self._leases = LeaseRoutes(self._callers, self._bodies)
-        self._external = ExternalRoutes(self._callers, self._bodies)
+        self.work = LeaseQueue()  # that others run
         self._serve = serve
         self._page: web.Application | None = None
         self._page_login = ""  # what follows the page's URL in the log
@@ -161,14 +159,6 @@ class Gateway:
         self._offload.close()
         if self._temporary:
             self._temporary.close()
-
-    def give_work(self, queue: LeaseQueue | None) -> None:
-        """Let workers take the work of this queue."""
-        self._leases.queue = queue
-
-    def take_rollouts(self, rollouts: ExternalRollouts | None) -> None:
-        """Let programs outside open rollouts there."""
-        self._external.rollouts = rollouts
 
     def show_page(self, page: web.Application, login: str) -> None:
         """Serve this page for people below PAGE, and send a browser there. Call before `start`.
@@ -242,8 +232,7 @@ class Gateway:
             app.router.add_post(f"{prefix}/v1/traces", self._spans)
         for path in ("/reward", "/v1/reward"):
             app.router.add_post("/rollout/{rollout_url}" + path, self._reward)
-        self._leases.add_to(app)
-        self._external.add_to(app)
+        WorkRoutes(self._callers, self._bodies, self.work).add_to(app)
         # Neither reveals a secret, so neither needs a key.
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)

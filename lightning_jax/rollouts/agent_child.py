@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 MAX_MEMBERS = 1000  # errors of a group to inspect
 MAX_CHAIN = 20  # errors in a chain of causes
-MAX_CHARS = 2**19  # of a result as JSON; `program.py` reads 2**20 bytes
+MAX_TEXT = 200  # characters of a value that is no number
 
 _HTTPX = frozenset({"NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError"})
 # Client errors for an incomplete response, by package. Subclasses count too. Classes are matched by
@@ -62,8 +62,8 @@ class Prompts(dict):
     """Replacement for `lightning_jax.types.Prompts`."""
 
     def __missing__(self, name: str) -> str:
-        found = ", ".join(sorted(self)) or "none"
-        raise KeyError(f"no prompt {name!r} in the settings; add prompts.{name} (found: {found})")
+        names = ", ".join(sorted(self)) or "none"
+        raise KeyError(f"no prompt {name!r} in the settings; add prompts.{name} (found: {names})")
 
 
 class LLM:
@@ -128,8 +128,8 @@ def module_name_of(path: str, otherwise: str) -> str:
     if name in sys.modules or not name.isidentifier():
         return otherwise
     spec = importlib.util.find_spec(name)
-    found = spec and spec.origin and os.path.realpath(spec.origin)
-    return name if found == os.path.realpath(path) else otherwise
+    origin = spec and spec.origin and os.path.realpath(spec.origin)
+    return name if origin == os.path.realpath(path) else otherwise
 
 
 def run(function: Any, channel: int) -> None:
@@ -144,7 +144,7 @@ def run(function: Any, channel: int) -> None:
     with open(int(os.environ.pop("LIGHTNING_REPORT_FD"))) as file:
         llm = LLM(json.load(file))
     try:
-        report = {"result": answer(function, task, llm)}
+        report = {"result": plain_result(answer(function, task, llm))}
     except Exception as error:  # noqa: BLE001  (foreign code: `program.py` raises it again)
         traceback.print_exc()
         errors = members(error)
@@ -159,7 +159,7 @@ def run(function: Any, channel: int) -> None:
     os.ftruncate(channel, 0)
     os.lseek(channel, 0, os.SEEK_SET)
     with os.fdopen(channel, "w") as file:
-        file.write(as_json(report))
+        file.write(json.dumps(report))
     flush_spans()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -171,20 +171,20 @@ def members(error: BaseException) -> list:
 
     Nested groups are flattened. Members that were only cancelled are left out if there are others.
     """
-    found, left, seen = [], [error], set()
-    while left and len(found) < MAX_MEMBERS:
+    singles, left, seen = [], [error], set()
+    while left and len(singles) < MAX_MEMBERS:
         member = left.pop()
         if id(member) in seen:
             continue
         seen.add(id(member))
         inside = value_of(member, "exceptions")  # in Python's groups and older libraries'
-        held = inside if isinstance(inside, (list, tuple)) else ()
-        errors = [one for one in reversed(held) if isinstance(one, BaseException)]
+        nested = inside if isinstance(inside, (list, tuple)) else ()
+        errors = [one for one in reversed(nested) if isinstance(one, BaseException)]
         left += errors
         if not errors:
-            found.append(member)
-    ended = [one for one in found if not issubclass(type(one), asyncio.CancelledError)]
-    return ended or found or [error]
+            singles.append(member)
+    ended = [one for one in singles if not issubclass(type(one), asyncio.CancelledError)]
+    return ended or singles or [error]
 
 
 def faults_of(errors: list) -> list:
@@ -194,13 +194,13 @@ def faults_of(errors: list) -> list:
 
 def chain(error: BaseException) -> list:
     """Return the error and the errors that caused it or were being handled when it was raised."""
-    found = []
+    errors = []
     following = error
-    while following is not None and len(found) < MAX_CHAIN:
-        found.append(following)
+    while following is not None and len(errors) < MAX_CHAIN:
+        errors.append(following)
         hidden = following.__suppress_context__
         following = following.__cause__ or (None if hidden else following.__context__)
-    return found
+    return errors
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -279,46 +279,25 @@ def flush_spans() -> None:
         flush(5000)
 
 
-def as_json(report: Any) -> str:
-    """Encode the result as JSON.
+def plain_result(result: Any) -> Any:
+    """Return what the run reads of a result: a number, or the numbers in a mapping.
 
-    Values that JSON lacks become a text, which is not a reward. NumPy numbers stay numbers. If the
-    result cannot be encoded or is too long, its numbers stay and everything else is shortened.
+    Other values become a short text, which is not a reward.
     """
-    try:
-        text = json.dumps(report, default=known_to_json)
-    except Exception:  # noqa: BLE001  (keys of other types, a loop, foreign code, ...)
-        text = ""
-    if text and (len(text) <= MAX_CHARS or "result" not in report):
-        return text
-    result = report.get("result")
-    if not isinstance(result, Mapping):
-        return json.dumps({"result": shown(result, 2000)})
-    return json.dumps({"result": {str(name): plain(result[name]) for name in result}})
+    if isinstance(result, Mapping):
+        return {str(name): plain(result[name]) for name in result}
+    return plain(result)
 
 
 def plain(value: Any) -> Any:
-    """Return a number or None as it is, and anything else as a short text."""
-    value = known_to_json(value) if hasattr(type(value), "item") else value
-    is_number = value is None or type(value) in (bool, int, float)
-    return value if is_number else shown(value, 200)
-
-
-def known_to_json(value: Any) -> Any:
-    """Return a dict for a mapping, a number for a 0-d array, or else a text."""
-    if isinstance(value, Mapping):
-        return dict(value)
+    """Return a number or None as it is, a 0-d array as its number, and anything else as a text."""
     try:
-        return value.item() if value.ndim == 0 else shown(value, 2000)
-    except Exception:  # noqa: BLE001  (no array, or one without a value)
-        return shown(value, 2000)
-
-
-def shown(value: Any, max_chars: int) -> str:
-    """Return the value as a short text, even if foreign code fails to produce it."""
-    try:
-        return repr(value)[:max_chars]
-    except Exception:  # noqa: BLE001
+        if getattr(value, "ndim", None) == 0:
+            value = value.item()
+        if value is None or isinstance(value, (int, float)):
+            return value
+        return (value if isinstance(value, str) else repr(value))[:MAX_TEXT]
+    except Exception:  # noqa: BLE001  (foreign code, such as an array without a value)
         return f"a {type(value).__name__}"
 
 

@@ -13,17 +13,18 @@ from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.rollouts.chat import PREFIX, ChatCounts, Endpoint, ask
 from lightning_jax.rollouts.config import INITIAL, JudgeConfig, RolloutConfig
 from lightning_jax.rollouts.rewards import Attempt
-from lightning_jax.rollouts.rubric import Rubric, read_rubric
 from lightning_jax.rollouts.verdicts import (
     MAX_REASON_CHARS,
     MAX_SCORE,
     NOTHING_TO_COMPARE,
     Comparison,
     JudgeRequest,
+    Rubric,
     Score,
     assessment,
     comparison,
     digest,
+    read_rubric,
     read_scores,
 )
 from lightning_jax.traces.config import RoleConfig

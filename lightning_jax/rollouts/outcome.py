@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lightning_jax.rollouts.agent_child import address_of, faults_of, members
@@ -17,11 +17,15 @@ from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.system.exhaustion import lacks_resources
 from lightning_jax.types import LLM, RolloutStatus
 
+if TYPE_CHECKING:  # workers lack the gateway
+    from lightning_jax.gateway.sessions import Traffic
+
 # Folders whose frames say little about an agent's error.
 LIBRARIES = (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib")))
 MAX_REASON = 100  # characters; a reason becomes part of a metric's name
 MAX_DETAIL = 500  # characters of a message
 MAX_METRIC_NAME = 100  # characters
+STANDSTILL_S = 1.0  # clients may give up on a server that stalled for this long
 MAX_METRIC = 1e30  # magnitude; sums over a step stay finite in float32
 # Reasons of rollouts that took too long. In the second, calls waited for most of the time.
 DEADLINE, DEADLINE_IN_QUEUE = "deadline", "deadline_in_queue"
@@ -83,8 +87,8 @@ def outcome_of(result: Any, config: RolloutConfig | None = None) -> Outcome:
     measured.pop("reward", None)
     metrics = kept_metrics(measured, config.max_metrics)
     if value is None:
-        shown = storable(repr(result)[:200])
-        detail = f"the agent returned {shown} and posted no reward; expected a number"
+        text = storable(repr(result)[:200])
+        detail = f"the agent returned {text} and posted no reward; expected a number"
         return NoReward("agent_failure", None, "no_reward", detail, metrics)
     return Outcome("scored", value, metrics=metrics)
 
@@ -151,6 +155,27 @@ def with_posted(outcome: Outcome, posted: float | None, *, needs_reward: bool = 
     if posted is None:
         return replace(outcome, metrics={})
     return Outcome("scored", posted, metrics=outcome.metrics)
+
+
+def judged_by_server(
+    outcome: Outcome, traffic: "Traffic", stalled_s: float, timeout_s: float
+) -> Outcome:
+    """Return the outcome with the status that the gateway's knowledge of the calls implies.
+
+    A deadline is the server's fault if it starved the rollout.
+    """
+    if traffic.loss:  # the reward may rest on calls and posts that nobody knows of
+        return Outcome("infrastructure_failure", reason=SERVER_LOST, detail=traffic.loss)
+    if outcome.status == "agent_failure" and traffic.unanswered:
+        # The agent stopped after a call that the server could not answer.
+        return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])
+    if outcome.reason == DEADLINE and traffic.lost.starve(timeout_s):
+        detail = f"its calls waited for {traffic.lost.total_s:.1f} s"
+        return Outcome("infrastructure_failure", reason=DEADLINE_IN_QUEUE, detail=detail)
+    gave_up = traffic.num_cancelled > 0 and stalled_s < STANDSTILL_S
+    if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
+        return replace(outcome, status="agent_failure")
+    return outcome
 
 
 def outcome_of_error(error: BaseException, llm: LLM) -> Outcome:

@@ -89,10 +89,10 @@ def make_agent(config: AgentConfig) -> Agent:
 
 def inherited(extra: Sequence[str]) -> dict[str, str]:
     """Return the variables that programs inherit from this process, plus those of `agent.env`."""
-    given = (entry.partition("=") for entry in extra)
-    added = {name: value if is_set else os.environ.get(name) for name, is_set, value in given}
-    found = {name: value for name, value in os.environ.items() if INHERITED.fullmatch(name)}
-    return found | {name: value for name, value in added.items() if value is not None}
+    entries = (entry.partition("=") for entry in extra)
+    added = {name: value if is_set else os.environ.get(name) for name, is_set, value in entries}
+    passed = {name: value for name, value in os.environ.items() if INHERITED.fullmatch(name)}
+    return passed | {name: value for name, value in added.items() if value is not None}
 
 
 def _command_agent(config: AgentConfig) -> Agent:
@@ -102,8 +102,8 @@ def _command_agent(config: AgentConfig) -> Agent:
     logged: set[frozenset[str]] = set()
 
     async def agent(task: Task, llm: LLM) -> Result:
-        shown, environment = visible_task(task, config, llm), {}
-        if is_judged(config, llm) and (names := frozenset(map(str, shown))) not in logged:
+        visible, environment = visible_task(task, config, llm), {}
+        if is_judged(config, llm) and (names := frozenset(map(str, visible))) not in logged:
             logged.add(names)
             log.info(
                 "the program gets the fields %s of a task, of %s; agent.task_fields names those "
@@ -117,7 +117,7 @@ def _command_agent(config: AgentConfig) -> Agent:
             if config.posts == "own":
                 kept = (at_end.enter_context(report_channel(llm)),)
                 environment = {REPORT_FD: str(kept[0])}
-            ended = await start(words, shown, llm, environment | task_variable(shown), kept)
+            ended = await start(words, visible, llm, environment | task_variable(visible), kept)
         _check_end(ended, config)
         if reward is None:
             return _last_line(ended.output)
@@ -188,8 +188,8 @@ def _starter(config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
         variables: Mapping[str, str],
         keep_open: tuple[int, ...],
     ) -> Ended:
-        found = program_environment(visible_llm(config, llm), config.options)
-        environment = with_direct_host({**outer, **found, **variables}, llm.base_url)
+        of_rollout = program_environment(visible_llm(config, llm), config.options)
+        environment = with_direct_host({**outer, **of_rollout, **variables}, llm.base_url)
         stdin = json.dumps(task).encode()
         try:
             return await run_program(words, environment, stdin, keep_open, limits, directory)

@@ -180,11 +180,11 @@ class Supervisor:
         """Stop all processes, so that none starts another while they are killed."""
         stopped = set()
         for _ in range(50):
-            found = set(descendants()) - stopped if self.is_subreaper else set()
-            if not found:
+            running = set(descendants()) - stopped if self.is_subreaper else set()
+            if not running:
                 return
-            stopped |= found
-            send_signal(found, signal.SIGSTOP)
+            stopped |= running
+            send_signal(running, signal.SIGSTOP)
 
     def send(self, number: int) -> bool:
         """Send a signal to all processes. Return True if there was one."""
@@ -209,12 +209,12 @@ def guard_child() -> None:
     status, give_up = None, math.inf
     while time.monotonic() < give_up:
         try:
-            found, ended = os.waitpid(-1, os.WUNTRACED if status is None else os.WNOHANG)
+            pid, ended = os.waitpid(-1, os.WUNTRACED if status is None else os.WNOHANG)
         except ChildProcessError:
             break  # nothing is left
-        if found == child and os.WIFSTOPPED(ended):
+        if pid == child and os.WIFSTOPPED(ended):
             os.kill(child, signal.SIGCONT)
-        elif found == child:
+        elif pid == child:
             status, give_up = ended, time.monotonic() + KILL_S
         if status is not None and (left := descendants()):
             send_signal(left, signal.SIGSTOP)  # so that none starts another
@@ -260,23 +260,23 @@ def send_signal(pids: "set[int] | list[int]", number: int) -> bool:
 
 def descendants() -> "list[int]":
     """Return the descendants of this process. Those that start or end meanwhile may be missing."""
-    found, unseen = [], [os.getpid()]
+    pids, unseen = [], [os.getpid()]
     while unseen:
         pid = unseen.pop()
         children = children_of(pid)
-        found += children
+        pids += children
         unseen += children
-    return found
+    return pids
 
 
 def children_of(pid: int) -> "list[int]":
     """Return the children of all threads of a process."""
-    found = []
+    pids = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += [int(word) for word in file.read().split()]
-    return found
+                pids += [int(word) for word in file.read().split()]
+    return pids
 
 
 def anonymous_memory(pid: int) -> int:
@@ -298,19 +298,19 @@ def shared_memory(pid: int) -> int:
 
 def open_in_memory(pids: "list[int]") -> "dict[tuple[int, int], int]":
     """Return the bytes of each file in memory that processes hold open, by device and inode."""
-    found = {}
+    sizes = {}
     for pid in pids:
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
                     if os.readlink(entry.path).startswith(IN_MEMORY):
                         status = os.stat(entry.path)
-                        found[status.st_dev, status.st_ino] = status.st_blocks * 512
-    return found
+                        sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sizes
 
 
-def mapped_in_memory(pid: int, known: "dict[tuple[int, int], int]") -> int:
-    """Return a process's share of the files in memory that it maps and that are not `known`."""
+def mapped_in_memory(pid: int, counted: "dict[tuple[int, int], int]") -> int:
+    """Return a process's share of the files in memory that it maps and that are not `counted`."""
     total, is_counted = 0, False
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/smaps") as file:
         for line in file:
@@ -319,7 +319,7 @@ def mapped_in_memory(pid: int, known: "dict[tuple[int, int], int]") -> int:
                 major, minor = (int(part, 16) for part in words[3].split(":"))
                 file_id = os.makedev(major, minor), int(words[4])
                 path = words[5] if len(words) > 5 else ""
-                is_counted = path.startswith(IN_MEMORY) and file_id not in known
+                is_counted = path.startswith(IN_MEMORY) and file_id not in counted
             elif is_counted and words[0] == "Pss:":
                 total += int(words[1]) * 1024
     return total

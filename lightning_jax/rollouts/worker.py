@@ -1,6 +1,7 @@
 """Worker: takes rollouts from a run's server over HTTP, and runs the agent on them.
 
 It needs neither JAX nor the model. An agent is loaded once and runs on many rollouts at once.
+`main` is the process of a worker on the run's own machine.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import os
 import random
 import secrets
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -20,14 +22,15 @@ from typing import Any
 import aiohttp
 
 from lightning_jax.errors import UserError
-from lightning_jax.gateway.lease_protocol import VERSION, beat_s
+from lightning_jax.gateway.work_messages import VERSION, beat_s
 from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
 from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.rollouts.event_loop import isolate_agent
-from lightning_jax.rollouts.fingerprint import fingerprint
-from lightning_jax.rollouts.leased_work import LeasedWork, as_report, missing_path, stopped
 from lightning_jax.rollouts.outcome import Outcome
 from lightning_jax.rollouts.program import make_agent
+from lightning_jax.rollouts.work import LeasedWork, as_report, fingerprint, missing_path, stopped
+from lightning_jax.system.clock import backoff_s
+from lightning_jax.system.logs import plain_handler
 from lightning_jax.system.proxies import go_direct
 from lightning_jax.traces.context import OpenSpan, below, flush_process_tracer, parent_in
 
@@ -37,7 +40,7 @@ TAKE_TIMEOUT_S = 60.0  # the server answers within 20 s
 CALL_TIMEOUT_S = 10.0
 STOP_S = 2.0  # to give leases back when the worker stops
 ARRIVAL_S = 0.2  # for a lease that is on its way when the worker stops
-MIN_DELAY_S, MAX_DELAY_S = 0.25, 10.0  # between two tries to reach the server
+FIRST_DELAY_S, MAX_DELAY_S = 0.25, 10.0  # between two tries to reach the server
 
 
 class Refused(UserError):
@@ -57,7 +60,7 @@ class Server:
 
 
 @dataclass
-class _Held:
+class RunningLease:
     """Lease that this worker runs. `over` has the reason once the server has ended it."""
 
     work: LeasedWork
@@ -74,8 +77,8 @@ async def run_from_settings(settings: Mapping[str, Any]) -> dict[str, Any] | Non
 
     Return the error as a dict if the agent is unusable here.
     """
-    found = settings["agent"]
-    config = AgentConfig(**{**found, "env": tuple(found["env"])})
+    agent_settings = settings["agent"]
+    config = AgentConfig(**{**agent_settings, "env": tuple(agent_settings["env"])})
     go_direct(settings["url"])  # before the agent makes its clients
     try:
         agent = await asyncio.to_thread(make_agent, config)
@@ -93,6 +96,41 @@ async def run_from_settings(settings: Mapping[str, Any]) -> dict[str, Any] | Non
         words = f"the agent cannot be loaded: {type(error).__name__}: {error}"
         return {"message": words[:2000], "reason": "not_loaded", "key": "agent.function"}
     return None
+
+
+def main() -> None:
+    """Work for the run that started this process, until it closes the socket at standard input.
+
+    The socket brings one line of JSON with the settings. The answer is one line if the agent cannot
+    be loaded.
+    """
+    channel = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)  # the agent must not read from the socket
+    os.close(null)
+    logging.basicConfig(level=logging.WARNING, handlers=[plain_handler()])
+    with channel.makefile("rb") as lines:
+        line = lines.readline()
+    error = asyncio.run(_until_closed(channel, json.loads(line))) if line else None
+    if error is not None:  # no worker can run the agent
+        channel.setblocking(True)
+        channel.sendall(json.dumps(error).encode() + b"\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without waiting for threads of agents
+
+
+async def _until_closed(
+    channel: socket.socket, settings: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Work until the run closes the socket. Return the error of an agent that is unusable."""
+    channel.setblocking(False)
+    closed = asyncio.create_task(asyncio.get_running_loop().sock_recv(channel, 1))
+    working = asyncio.create_task(run_from_settings(settings))
+    await asyncio.wait({closed, working}, return_when=asyncio.FIRST_COMPLETED)
+    working.cancel()
+    await asyncio.wait({working})
+    return None if working.cancelled() else working.result()
 
 
 async def work(
@@ -125,7 +163,7 @@ class Worker:
     ) -> None:
         self._agent, self._fingerprint = agent, dict(fingerprint)
         self._url, self._http, self._name = url.rstrip("/"), http, name
-        self._held: dict[str, _Held] = {}
+        self._leases: dict[str, RunningLease] = {}
         self._is_reachable = True  # as last logged
         self._answered_at = time.monotonic()
         self._lease_s: float | None = None  # as the server last said
@@ -140,9 +178,9 @@ class Worker:
                 while True:
                     await free.acquire()
                     lease_id, work = await self._take_or_return()
-                    held = _Held(work, asyncio.get_running_loop().create_future())
-                    self._held[lease_id] = held
-                    running = group.create_task(self._do(lease_id, held))
+                    lease = RunningLease(work, asyncio.get_running_loop().create_future())
+                    self._leases[lease_id] = lease
+                    running = group.create_task(self._do(lease_id, lease))
                     running.add_done_callback(lambda _: free.release())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
@@ -169,9 +207,9 @@ class Worker:
         """Return the next lease and its work."""
         body = {"worker": self._name, "agent": self._fingerprint, "version": VERSION}
         while True:
-            taken = await self._post_until_answered("take", body, TAKE_TIMEOUT_S)
-            if (version := taken.get("version")) != VERSION:
-                if lease_id := taken.get("lease"):
+            answer = await self._post_until_answered("take", body, TAKE_TIMEOUT_S)
+            if (version := answer.get("version")) != VERSION:
+                if lease_id := answer.get("lease"):
                     await self._give_back(lease_id)
                 raise Refused(
                     f"{self._url} speaks version {version or 0} of the lease protocol and this "
@@ -179,29 +217,29 @@ class Worker:
                     reason="other_release",
                     key="version",
                 )
-            if taken["lease_s"] != self._lease_s:
-                self._lease_s = taken["lease_s"]
+            if answer["lease_s"] != self._lease_s:
+                self._lease_s = answer["lease_s"]
                 self._has_length.set()
-            if taken["lease"] is not None:
-                return taken["lease"], LeasedWork.from_json(taken["work"])
+            if answer["lease"] is not None:
+                return answer["lease"], LeasedWork.from_json(answer["work"])
 
     async def _beat(self) -> None:
         """Send heartbeats, and end the rollouts whose leases are over."""
         while True:
             await self._pause()
-            if not self._held or not self._lease_s:
+            if not self._leases or not self._lease_s:
                 continue
             try:
-                body = {"leases": list(self._held)}
+                body = {"leases": list(self._leases)}
                 over = (await self._post("heartbeat", body, beat_s(self._lease_s)))["over"]
             except Unreachable:
                 over = {}
                 if time.monotonic() - self._answered_at > self._lease_s:
-                    over = dict.fromkeys(self._held, "the server cannot be reached")
+                    over = dict.fromkeys(self._leases, "the server cannot be reached")
             for lease_id, why in over.items():
-                held = self._held.get(lease_id)
-                if held and not held.over.done():
-                    held.over.set_result(why)
+                lease = self._leases.get(lease_id)
+                if lease and not lease.over.done():
+                    lease.over.set_result(why)
 
     async def _pause(self) -> None:
         """Wait until the next heartbeat is due, or leases have another length."""
@@ -210,22 +248,22 @@ class Worker:
             async with asyncio.timeout(self._lease_s and beat_s(self._lease_s)):
                 await self._has_length.wait()
 
-    async def _do(self, lease_id: str, held: _Held) -> None:
+    async def _do(self, lease_id: str, lease: RunningLease) -> None:
         """Run one rollout and report its outcome, unless its lease ends first."""
-        work = held.work
+        work = lease.work
         running = asyncio.create_task(self._outcome(work))
         try:
-            await asyncio.wait({running, held.over}, return_when=asyncio.FIRST_COMPLETED)
-            if not held.over.done():
+            await asyncio.wait({running, lease.over}, return_when=asyncio.FIRST_COMPLETED)
+            if not lease.over.done():
                 await asyncio.to_thread(flush_process_tracer)
-                await self._report(lease_id, ended_outcome(running), held)
+                await self._report(lease_id, ended_outcome(running), lease)
         except asyncio.CancelledError:
             await self._give_back(lease_id)
             raise
         finally:
-            del self._held[lease_id]
-            if held.over.done():
-                log.info("%s: %s", work.rollout_id, held.over.result())
+            del self._leases[lease_id]
+            if lease.over.done():
+                log.info("%s: %s", work.rollout_id, lease.over.result())
             if not running.done():
                 await end_agent(running, work.rollout_id)
 
@@ -237,18 +275,18 @@ class Worker:
         with below(root):
             return await run_agent(self._agent, work.task, work.llm, work.limits)
 
-    async def _report(self, lease_id: str, outcome: Outcome, held: _Held) -> None:
+    async def _report(self, lease_id: str, outcome: Outcome, lease: RunningLease) -> None:
         """Report until the server has answered or the lease is over."""
         path, body = f"{lease_id}/report", as_report(outcome)
         reporting = asyncio.create_task(self._post_until_answered(path, body, CALL_TIMEOUT_S))
         try:
-            await asyncio.wait({reporting, held.over}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reporting, lease.over}, return_when=asyncio.FIRST_COMPLETED)
             if reporting.done():
                 reporting.result()
         except Refused as error:
             log.warning(
                 "%s: %s",
-                held.work.rollout_id,
+                lease.work.rollout_id,
                 error,
                 extra={"event": "lease_refused", "reason": error.reason},
             )
@@ -259,7 +297,7 @@ class Worker:
         self, path: str, body: Mapping[str, Any], timeout_s: float
     ) -> dict[str, Any]:
         """Post and return the answer. While the server is not reachable, wait and try again."""
-        delay_s = MIN_DELAY_S
+        num_failures = 0
         while True:
             try:
                 return await self._post(path, body, timeout_s)
@@ -272,8 +310,9 @@ class Worker:
                         extra={"event": "server_unreachable"},
                     )
                 self._is_reachable = False
-            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-            delay_s = min(2 * delay_s, MAX_DELAY_S)
+            num_failures += 1
+            wait_s = backoff_s(num_failures, FIRST_DELAY_S, MAX_DELAY_S)
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
 
     async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Return the server's answer to one request. Raises Refused or Unreachable."""
@@ -281,27 +320,27 @@ class Worker:
         try:
             async with self._http.post(url, json=body, timeout=timeout) as answer:
                 status, raw = answer.status, await answer.read()
-            found = _object_in(raw) if status == 200 else _error_in(raw)
+            content = _object_in(raw) if status == 200 else _error_in(raw)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise Unreachable(str(error) or type(error).__name__) from error
         if status == 200:
             if not self._is_reachable:
                 log.info("%s answers again", self._url)
             self._is_reachable, self._answered_at = True, time.monotonic()
-            return found
-        message = found.get("message") or f"it answers with status {status}"
+            return content
+        message = content.get("message") or f"it answers with status {status}"
         if status >= 500 or status == 429:
             raise Unreachable(message)
-        code = found.get("code") or "refused"
+        code = content.get("code") or "refused"
         raise Refused(f"{self._url}: {message}", reason=code, key=path)
 
 
 def _object_in(raw: bytes) -> dict[str, Any]:
     """Return the JSON object of a body. Raises ValueError if there is none."""
-    found = json.loads(raw)
-    if not isinstance(found, dict):
+    body = json.loads(raw)
+    if not isinstance(body, dict):
         raise ValueError("it answers with something else than an object")
-    return found
+    return body
 
 
 def _error_in(raw: bytes) -> dict[str, str]:

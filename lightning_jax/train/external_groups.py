@@ -16,13 +16,13 @@ from functools import partial
 from typing import Any
 
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.external_routes import EndFields, OpenFields
 from lightning_jax.gateway.fields import brief
+from lightning_jax.gateway.work_messages import EXPIRED, EndFields, OpenFields
 from lightning_jax.rl.staleness import newest_version
-from lightning_jax.rollouts.external import EXPIRED, HUNG_UP, ExternalAgents
+from lightning_jax.rollouts.external import HUNG_UP, ExternalAgents
 from lightning_jax.rollouts.metrics import TraceReader
+from lightning_jax.rollouts.pool import Execution
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, group_id
-from lightning_jax.rollouts.workers import Execution
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.config import Config
 from lightning_jax.train.open_group import OpenGroup, task_digest
@@ -58,7 +58,7 @@ class ExternalGroups:
         """`tasks` are those that callers may name by id."""
         self._config, self._runner, self._reader, self._tasks = config, runner, reader, tasks
         self._on_rollout = on_rollout
-        self._agents = ExternalAgents(config.rollout, config.agent.idle_s, runner.gateway.idle_s)
+        self._agents = ExternalAgents(config.rollout, config.agent.idle_s, runner.gateway)
         self._open: list[OpenGroup] = []  # in order of their keys
         self._complete: list[Group] = []  # the last one was complete last
         self._running: dict[str, asyncio.Task[None]] = {}  # by rollout id
@@ -71,7 +71,7 @@ class ExternalGroups:
         self._num_to_warn = MANY_GROUPS
         self._counts = Counter[str]()
         self._num_taken = self._num_too_old = 0  # rollouts
-        runner.gateway.take_rollouts(self)
+        runner.gateway.work.outside = self
 
     # For programs outside
 
@@ -114,7 +114,7 @@ class ExternalGroups:
         """
         limit = self._config.rollout.concurrency
         while len(self._running) >= limit:
-            if (unused := self._agents.give_up_unused()) is None:
+            if (unused := self._runner.gateway.work.expire_unused()) is None:
                 raise ApiError(
                     429,
                     "too_many_rollouts",
@@ -177,7 +177,7 @@ class ExternalGroups:
 
     async def close(self) -> None:
         """Refuse new rollouts, cancel those that run and their scoring, and wait for their end."""
-        self._runner.gateway.take_rollouts(None)
+        self._runner.gateway.work.outside = None
         scoring = [group.scoring for group in self._complete if group.scoring]
         running = [*self._running.values(), *scoring]
         for task in running:

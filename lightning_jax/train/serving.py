@@ -17,7 +17,7 @@ from lightning_jax.cluster.ray_session import ray_session
 from lightning_jax.cluster.sampler import SamplerSpec
 from lightning_jax.cluster.samplers import SampledPolicy, Samplers, SamplersAsEngine
 from lightning_jax.cluster.weights import Sent, copied, on_host
-from lightning_jax.cluster.workers import ClusterWorkers
+from lightning_jax.cluster.workers import workers_in_cluster
 from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine, make_programs
@@ -29,6 +29,7 @@ from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.multi_policy.scope import ALL
 from lightning_jax.rollouts.judge import judge_roles
+from lightning_jax.rollouts.pool import OtherMachines
 from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.store import Store
@@ -55,7 +56,7 @@ class Served:
     policies: Sequence[ServedPolicy]
     engines: Sequence[Engine] = ()
     server: RolloutServer | None = None
-    workers: ClusterWorkers | None = None  # that run agents
+    workers: OtherMachines | None = None  # that run agents
 
 
 # Makes the servers of the weights in a train state. They end with the context.
@@ -100,7 +101,7 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
     return serve
 
 
-def _workers(config: Config, ray: Any) -> tuple[ClusterWorkers | None, ServeConfig]:
+def _workers(config: Config, ray: Any) -> tuple[OtherMachines | None, ServeConfig]:
     """Return the workers in a cluster, and the settings of a gateway that they reach.
 
     A gateway of this machine alone gets the address at which the cluster reaches this machine, and
@@ -112,7 +113,7 @@ def _workers(config: Config, ray: Any) -> tuple[ClusterWorkers | None, ServeConf
     if not is_exposed(serve.host):
         key = serve.api_key or secrets.token_urlsafe(24)
         serve = replace(serve, host=ray.util.get_node_ip_address(), api_key=key)
-    return ClusterWorkers(ray, config.cluster, _name_of(config)), serve
+    return workers_in_cluster(ray, config.cluster, _name_of(config)), serve
 
 
 def _name_of(config: Config) -> str:

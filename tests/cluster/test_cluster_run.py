@@ -198,9 +198,7 @@ async def test_agents_run_in_placed_workers_and_a_lost_one_costs_an_attempt(
         assert row["rollout/num_scored"] == 32.0
         lost = [r for r in run.store.rollouts(step=1) if r.reason == reason]
         assert len(lost) >= 5 and {r.attempt for r in lost} == {1}
-        queue = run.gateway._leases.queue
-        assert queue is not None
-        await until(lambda: queue.num_workers == 2)
+        await until(lambda: run.gateway.work.num_workers == 2)
         await run.one_step()
         assert len({r.metrics["pid"] for r in run.store.rollouts(step=2)}) == 2
     await until(lambda: not pids_of(b"Worker") and not sampler_pids())

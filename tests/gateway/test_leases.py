@@ -14,9 +14,8 @@ from log_events import records
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway import leases
-from lightning_jax.gateway.lease_protocol import VERSION
-from lightning_jax.gateway.lease_report import Report
 from lightning_jax.gateway.leases import LeaseLost, LeaseQueue
+from lightning_jax.gateway.work_messages import VERSION, Report
 
 AGENT = {"agent.function": "abc"}
 SCORED: dict[str, Any] = {"status": "scored", "reward": 0.5, "metrics": {"f1": 1.0}}
@@ -24,9 +23,7 @@ SCORED: dict[str, Any] = {"status": "scored", "reward": 0.5, "metrics": {"f1": 1
 
 @asynccontextmanager
 async def _queue(bench: Bench, lease_s: float = 30.0) -> AsyncIterator[LeaseQueue]:
-    queue = LeaseQueue(AGENT, lease_s)
-    bench.gateway.give_work(queue)
-    async with queue.opened():
+    async with bench.gateway.work.opened(AGENT, lease_s) as queue:
         yield queue
 
 

@@ -14,15 +14,15 @@ from log_events import records
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.lease_report import Report
-from lightning_jax.gateway.leases import LeaseQueue
 from lightning_jax.gateway.remote import RemoteEngine, remote_role, remote_routing
-from lightning_jax.rollouts import workers
+from lightning_jax.gateway.work_messages import Report
+from lightning_jax.rollouts import pool
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.outcome import DROPPED_METRICS
+from lightning_jax.rollouts.pool import WorkerPool
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
+from lightning_jax.rollouts.work import outcome_of_report
 from lightning_jax.rollouts.worker import Refused, Server, work
-from lightning_jax.rollouts.workers import Workers, outcome_of_report
 from lightning_jax.traces.store import TemporaryStore
 from lightning_jax.types import LLM, Task
 
@@ -33,15 +33,16 @@ TASKS = [{"id": f"t{n}"} for n in range(2)]
 async def _runner(lease_s: float, **settings: Any) -> AsyncIterator[tuple[Runner, Server]]:
     """Yield a runner whose rollouts wait for workers, and its server. No model is loaded."""
     routing = remote_routing({}, remote_role("http://127.0.0.1:9/v1"))
-    queue = LeaseQueue({}, lease_s)
     with contextlib.closing(TemporaryStore()) as store:
         engine = RemoteEngine("none", ServeConfig(api_key="k"))
-        async with Gateway(engine, store, routing=routing) as gateway, queue.opened():
-            gateway.give_work(queue)
+        async with (
+            Gateway(engine, store, routing=routing) as gateway,
+            gateway.work.opened({}, lease_s) as queue,
+        ):
             values: dict[str, Any] = {"retry_delay_s": 0.0}
             config = RolloutConfig(**values | settings)
             yield (
-                Runner(Workers(queue, "start one"), gateway, config, seed=0),
+                Runner(WorkerPool(queue, "start one"), gateway, config, seed=0),
                 Server(gateway.url, "k"),
             )
 
@@ -96,7 +97,7 @@ async def test_server_of_another_release_is_one_sentence(answer: dict[str, Any])
 async def test_rollouts_that_wait_while_no_worker_asks_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers, "UNASKED_S", 0.1)
+    monkeypatch.setattr(pool, "UNASKED_S", 0.1)
     release = asyncio.Event()
 
     async def agent(task: Task, llm: LLM) -> float:

@@ -20,11 +20,11 @@ from test_runner import SERVE, TASKS, TOY, _model_and_engine
 from lightning_jax.rollouts import process, program
 from lightning_jax.rollouts.agents import Agent, load_agent
 from lightning_jax.rollouts.config import MAX_VARIABLE, AgentConfig, RolloutConfig
-from lightning_jax.rollouts.leased_work import LeasedWork
 from lightning_jax.rollouts.process import MAX_OUTPUT, run_program
 from lightning_jax.rollouts.program import inherited, make_agent
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.rollouts.visibility import program_environment, task_variable
+from lightning_jax.rollouts.work import LeasedWork
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import original_limit, raise_limit
 from lightning_jax.testing.service import run_service

@@ -8,8 +8,14 @@ from coded import raises_coded
 
 from lightning_jax.rollouts.config import JudgeConfig
 from lightning_jax.rollouts.rewards import Attempt
-from lightning_jax.rollouts.rubric import Rubric, read_rubric
-from lightning_jax.rollouts.verdicts import Score, assessment, comparison, read_scores
+from lightning_jax.rollouts.verdicts import (
+    Rubric,
+    Score,
+    assessment,
+    comparison,
+    read_rubric,
+    read_scores,
+)
 from lightning_jax.settings import ConfigError
 
 RUBRIC = """

@@ -17,14 +17,18 @@ from log_events import events, records
 from test_runner import SERVE, TASKS, TOY, _model_and_engine, _runner
 
 from lightning_jax.errors import UserError
-from lightning_jax.gateway.leases import LeaseQueue, Report
-from lightning_jax.rollouts import local_workers, worker, workers
+from lightning_jax.gateway.work_messages import Report
+from lightning_jax.rollouts import pool, worker
 from lightning_jax.rollouts.agents import load_agent
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.rollouts.fingerprint import fingerprint
-from lightning_jax.rollouts.leased_work import first_unsendable, unsendable
-from lightning_jax.rollouts.local_workers import open_workers
+from lightning_jax.rollouts.pool import WorkerPool, open_workers
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
+from lightning_jax.rollouts.work import (
+    fingerprint,
+    first_unsendable,
+    outcome_of_report,
+    unsendable,
+)
 from lightning_jax.rollouts.worker import Refused, Server, work
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.service import run_service
@@ -175,15 +179,13 @@ async def _joined(
     runner: Runner, config: AgentConfig, reference: str, lease_s: float = 30.0
 ) -> AsyncIterator[Runner]:
     """Yield the runner with a worker of this process that has joined over HTTP."""
-    queue = LeaseQueue(fingerprint(config), lease_s)
-    runner.gateway.give_work(queue)
     server = Server(runner.gateway.url, runner.gateway.api_key)
-    async with queue.opened():
+    async with runner.gateway.work.opened(fingerprint(config), lease_s) as queue:
         agent = load_agent(reference, config.options)
         working = work(agent, fingerprint(config), server, concurrency=2, name="w")
         task = asyncio.create_task(working)
         try:
-            yield replace(runner, agent=workers.Workers(queue))
+            yield replace(runner, agent=WorkerPool(queue))
         finally:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -221,7 +223,7 @@ async def test_rollouts_of_a_killed_worker_run_elsewhere_and_count_once(
         reasons = {r.reason for r in stored if r.attempt == 1}
         assert reasons == {"worker_lost"}
         assert {r.metrics["pid"] for r in rollouts}.isdisjoint(_notes(tmp_path).values())
-    assert [record.status for record in records(caplog, "worker_ended")] == [-9, -9]
+    assert len(records(caplog, "worker_ended")) == 2
 
 
 async def test_deadline_cancels_the_agent_of_a_worker(tmp_path: Path, agent_file: Path) -> None:
@@ -258,7 +260,7 @@ async def test_agent_that_cannot_be_loaded_ends_the_run(tmp_path: Path) -> None:
 async def test_worker_that_keeps_dying_ends_the_run(
     tmp_path: Path, agent_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_workers, "MAX_DELAY_S", 0.0)
+    monkeypatch.setattr(pool, "MAX_DELAY_S", 0.0)
     config = AgentConfig(f"{agent_file}:fall")
     async with _local(tmp_path, config, max_attempts=99) as runner:
         with raises_coded(UserError, "worker_ended", "local-0"):
@@ -267,16 +269,15 @@ async def test_worker_that_keeps_dying_ends_the_run(
 
 async def test_worker_that_stops_gives_its_rollouts_back(tmp_path: Path) -> None:
     async with _runner(tmp_path, "slow", max_attempts=2, timeout_s=30.0) as runner:
-        queue = LeaseQueue({}, 30.0)
-        runner.gateway.give_work(queue)
-        runner = replace(runner, agent=workers.Workers(queue))
+        queue = runner.gateway.work
+        runner = replace(runner, agent=WorkerPool(queue))
         server = Server(runner.gateway.url, runner.gateway.api_key)
 
         def start(function: str) -> asyncio.Task[None]:
             agent = load_agent(f"{TOY}:{function}")
             return asyncio.create_task(work(agent, {}, server, concurrency=1, name=function))
 
-        async with queue.opened():
+        async with queue.opened({}, 30.0):
             stopping = start("slow")
             requests = make_requests(TASKS[:1], "train", 0, 1)
             running = asyncio.create_task(run_requests(requests, runner))
@@ -326,7 +327,7 @@ async def test_metrics_without_a_value_pass_a_worker(tmp_path: Path) -> None:
 def test_metrics_that_another_worker_reports_are_kept_or_counted() -> None:
     metrics = {"f1": None, "em": 0.5, "note": "well done"}
     report = Report(status="scored", reward=0.5, metrics=metrics)
-    assert workers.outcome_of_report(report, RolloutConfig()).metrics == {
+    assert outcome_of_report(report, RolloutConfig()).metrics == {
         "em": 0.5,
         "dropped_metrics/null/f1": 1.0,
         "dropped_metrics/wrong_type/note": 1.0,
@@ -346,7 +347,7 @@ async def test_worker_without_a_tasks_path_lets_others_try(tmp_path: Path) -> No
 
         # The run still sees it; here both are one machine.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(workers, "existing_paths", lambda task: {"db": task["db"]})
+            patch.setattr(pool, "existing_paths", lambda task: {"db": task["db"]})
             (rollout,) = await run_requests(make_requests([task], "train", 1, 1), joined)
         assert (rollout.status, rollout.reason) == ("infrastructure_failure", "path_not_found")
         assert str(tmp_path / "db") in (rollout.detail or "")
@@ -360,12 +361,11 @@ async def test_refused_worker_ends_with_a_sentence(
     tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
     async with _runner(tmp_path, "measured") as runner:
-        queue = LeaseQueue({}, 30.0)
-        runner.gateway.give_work(queue)
         server = Server(runner.gateway.url, changes.get("key", runner.gateway.api_key))
         agent = load_agent(f"{TOY}:measured")
-        with raises_coded(Refused, reason):
-            await work(agent, changes.get("agent", {}), server, concurrency=1, name="w")
+        async with runner.gateway.work.opened({}, 30.0):
+            with raises_coded(Refused, reason):
+                await work(agent, changes.get("agent", {}), server, concurrency=1, name="w")
 
 
 async def test_worker_waits_for_a_server_that_starts_again(
@@ -376,19 +376,19 @@ async def test_worker_waits_for_a_server_that_starts_again(
     serve = replace(SERVE, api_key="k")
     for step in range(2):
         (tmp_path / str(step)).mkdir()
-        async with run_service(tmp_path / str(step), model, engine, serve) as service:
-            queue = LeaseQueue({}, 30.0)
-            service.gateway.give_work(queue)
-            async with queue.opened():
-                serve = replace(serve, port=int(service.gateway.url.rpartition(":")[2]))
-                server = Server(service.gateway.url, "k")
-                coroutine = work(agent, {}, server, concurrency=1, name="w")
-                working = working or asyncio.create_task(coroutine)
-                coroutine.close() if step else None
-                config = RolloutConfig()
-                runner = Runner(workers.Workers(queue), service.gateway, config, seed=0)
-                (rollout,) = await run_requests(make_requests(TASKS[:1], "train", 0, 1), runner)
-                assert rollout.status == "scored"
+        async with (
+            run_service(tmp_path / str(step), model, engine, serve) as service,
+            service.gateway.work.opened({}, 30.0) as queue,
+        ):
+            serve = replace(serve, port=int(service.gateway.url.rpartition(":")[2]))
+            server = Server(service.gateway.url, "k")
+            coroutine = work(agent, {}, server, concurrency=1, name="w")
+            working = working or asyncio.create_task(coroutine)
+            coroutine.close() if step else None
+            config = RolloutConfig()
+            runner = Runner(WorkerPool(queue), service.gateway, config, seed=0)
+            (rollout,) = await run_requests(make_requests(TASKS[:1], "train", 0, 1), runner)
+            assert rollout.status == "scored"
     assert working is not None and "server_unreachable" in events(caplog)
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -398,7 +398,7 @@ async def test_worker_waits_for_a_server_that_starts_again(
 async def test_run_without_workers_says_how_to_start_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "UNASKED_S", 0.05)
+    monkeypatch.setattr(pool, "UNASKED_S", 0.05)
     async with _local(tmp_path, AgentConfig(f"{TOY}:measured"), 0) as runner:
         running = asyncio.create_task(run_requests(make_requests(TASKS, "train", 0, 1), runner))
         await _until(lambda: "no_worker" in events(caplog))

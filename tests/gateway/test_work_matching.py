@@ -1,6 +1,6 @@
 """Tests of records of workers: one that fails alone waits, one that fails like the others works."""
 
-from lightning_jax.gateway.worker_records import MAX_DELAY_S, WorkerRecords
+from lightning_jax.gateway.work_matching import MAX_DELAY_S, WorkerRecords
 
 
 def _note(records: WorkerRecords, worker: str, *have_failed: bool, now: float = 0.0) -> float:

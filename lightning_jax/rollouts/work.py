@@ -1,14 +1,28 @@
-"""Messages between a run and its workers, as JSON: one rollout to run, and its outcome."""
+"""Messages between a run and its workers, as JSON: one rollout to run, and its outcome.
 
+Digests of the agent that settings name compare a worker's with the run's.
+"""
+
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.rollouts.outcome import LostGateway, NoReward, Outcome
+from lightning_jax.gateway.work_messages import STOPPED, Report
+from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
+from lightning_jax.rollouts.outcome import (
+    BAD_REWARD,
+    LostGateway,
+    NoReward,
+    Outcome,
+    kept_metrics,
+    outcome_of,
+)
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.paths import file_of
 from lightning_jax.types import LLM, Task
 
 # Classes of outcomes by the `kind` of a report.
@@ -81,7 +95,7 @@ def first_unsendable(tasks: Iterable[Task]) -> Task | None:
 def unsendable(task: Task) -> ConfigError:
     """Return the error for a task that cannot be sent to a worker."""
     values = ((name, first_unsendable([{"": value}]), value) for name, value in task.items())
-    named = [f"a {type(value).__name__} as {name!r}" for name, found, value in values if found]
+    named = [f"a {type(value).__name__} as {name!r}" for name, item, value in values if item]
     return ConfigError(
         f"task {task.get('id')!r} has {named[0] if named else 'a field'}, which is no JSON and "
         "cannot be sent to a worker; make it a text, a number, a list or a dict, or set "
@@ -93,7 +107,7 @@ def unsendable(task: Task) -> ConfigError:
 
 def as_report(outcome: Outcome) -> dict[str, Any]:
     """Return the outcome as a worker reports it."""
-    kind = next(kind for kind, found in KINDS.items() if type(outcome) is found)
+    kind = next(kind for kind, of_kind in KINDS.items() if type(outcome) is of_kind)
     return {"kind": kind, **outcome.fields}
 
 
@@ -101,6 +115,61 @@ def stopped() -> Outcome:
     """Return the outcome of work that its worker gives back."""
     return Outcome(
         "infrastructure_failure",
-        reason="worker_stopped",
+        reason=STOPPED,
         detail="its worker was stopped and gave the rollout back",
     )
+
+
+def outcome_of_report(report: Report, config: RolloutConfig) -> Outcome:
+    """Return the outcome that is reported, with the limits of this run."""
+    if report.reward is not None:
+        checked = outcome_of(report.reward, config)
+        if checked.reason == BAD_REWARD:
+            return checked
+    metrics = kept_metrics(report.metrics or {}, config.max_metrics)
+    kind = KINDS[report.kind]
+    return kind(report.status, report.reward, report.reason, report.detail, metrics)
+
+
+def fingerprint(agent: AgentConfig) -> dict[str, str]:
+    """Return a digest for each setting of the agent that must be equal everywhere.
+
+    Of a file its content counts, not its path, which may differ between machines. The program that
+    runs a command counts by its name, unless it is a script.
+    """
+    named = {
+        "agent.function": _reference(agent.function),
+        "agent.command": agent.command and [_word(i, w) for i, w in enumerate(agent.command)],
+        "agent.reward": _reference(agent.reward),
+        "agent.options": agent.options or None,
+        "agent.task_fields": agent.task_fields,
+        "agent.posts": None if agent.posts == "auto" else agent.posts,
+    }
+    return {
+        key: hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
+        for key, value in named.items()
+        if value is not None
+    }
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _reference(reference: str | None) -> list[str] | None:
+    """Return the content and the function of FILE:FUNCTION. MODULE:FUNCTION counts by its name."""
+    if reference is None:
+        return None
+    if (file := file_of(reference)) is None or not Path(file).is_file():
+        return [reference]
+    return [file_digest(Path(file)), reference.rpartition(":")[2]]
+
+
+def _word(index: int, word: str) -> str:
+    path = Path(word)
+    if not path.is_file():
+        return path.name if index == 0 else word
+    with path.open("rb") as file:
+        is_program = index == 0 and file.read(2) != b"#!"
+    return path.name if is_program else file_digest(path)

@@ -1,4 +1,4 @@
-"""Deadlines of calls and rollouts, which stand still while something else has the devices."""
+"""Clock that stands still while it is paused, with deadlines on it, and waits between tries."""
 
 import asyncio
 import time
@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 
-class Pauses:
-    """Times in which no deadline runs, such as an update on the devices that also serve.
+class PausableClock:
+    """Clock of the seconds outside of pauses, such as updates on the devices that also serve.
 
     Use it on one event loop. Any thread may read `now_s`.
     """
@@ -34,7 +34,7 @@ class Pauses:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let all deadlines stand still."""
+        """Let the clock and all deadlines on it stand still."""
         self._num_open += 1
         if self._num_open == 1:
             now = asyncio.get_running_loop().time()
@@ -66,3 +66,11 @@ class Pauses:
                 yield
             finally:
                 del self._left_s[limit]
+
+
+def backoff_s(num_failures: int, first_s: float, max_s: float) -> float:
+    """Return the wait after so many failures in a row: `first_s`, doubled each time, up to `max_s`.
+
+    It is 0 after none.
+    """
+    return min(first_s * 2.0 ** min(num_failures - 1, 60), max_s) if num_failures else 0.0
