@@ -10,12 +10,13 @@ from lightning_jax.rollouts.agents import AgentFunction, as_agent
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.failures import FailureWatch
-from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
+from lightning_jax.rollouts.metrics import to_trajectories
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tasks import free_name, is_unnamed
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.types import Metrics, Rollout, Task, Trajectory
 
 

@@ -1,10 +1,9 @@
-"""Conversion of finished rollouts to trajectories, with counts of dropped data."""
+"""Metrics of finished rollouts and of the trajectories made from them."""
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TypeVar
 
@@ -14,22 +13,16 @@ from jaxtyping import Float
 from lightning_jax.rl.staleness import is_stale
 from lightning_jax.rollouts.audit import audit_metrics
 from lightning_jax.rollouts.compare_tasks import compare_tasks, standard_error
-from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.rollouts.outcome import DROPPED_METRICS, is_bounded, split_dropped
+from lightning_jax.rollouts.outcome import DROPPED_METRICS, split_dropped
 from lightning_jax.rollouts.rewards import component_metrics
-from lightning_jax.traces import attributes
-from lightning_jax.traces.config import RewardRule
-from lightning_jax.traces.convert import spans_to_transitions, to_trajectory
-from lightning_jax.traces.rewards import Decode, apply_rules
-from lightning_jax.traces.roles import Policies, Roles, assign_roles, only_trained
+from lightning_jax.traces.roles import only_trained
 from lightning_jax.traces.store import Store
-from lightning_jax.traces.tree import attach_loose_calls
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.types import (
     FINISHED,
     FULL_REWARD,
     Metrics,
     Rollout,
-    Span,
     Task,
     Trajectory,
     Transition,
@@ -44,44 +37,6 @@ ROUNDING = 1e-6  # rewards that differ by less are equal
 OTHER = "other"  # replaces the rarest names beyond MAX_NAMES
 
 
-@dataclass(frozen=True)
-class TraceReader:
-    """Settings for reading spans: roles and policies of calls, and rules for their rewards."""
-
-    roles: Roles = field(default_factory=dict)
-    rules: Mapping[str, RewardRule] = field(default_factory=dict)
-    decode: Decode = str  # token ids to text, for the rules' patterns
-    policies: Policies = field(default_factory=dict)
-    limits: RolloutConfig = field(default_factory=RolloutConfig)  # of rewards
-    max_staleness: int | None = None  # in trainer steps; no older call is trained on
-
-    def judge(self, rollout: Rollout, transitions: Sequence[Transition]) -> Rollout:
-        """Return the rollout, failed by its agent if its calls' total reward exceeds the limit.
-
-        A rule's reward applies to each event that matches, so an agent could add up any number.
-        """
-        if is_bounded((call.reward for call in transitions), self.limits.max_abs_reward):
-            return rollout
-        return replace(
-            rollout,
-            status="agent_failure",
-            reward=self.limits.agent_failure_reward,
-            reason="bad_reward",
-            detail="the sum of its call rewards exceeds rollout.max_abs_reward",
-            metrics={},
-        )
-
-    def transitions(
-        self, spans: Sequence[Span]
-    ) -> tuple[tuple[Transition, ...], dict[str, int], dict[str, int]]:
-        """Return (the calls, skipped spans by reason, uses of each rule)."""
-        spans = attach_loose_calls(spans)
-        transitions, reasons = spans_to_transitions(spans)
-        transitions = assign_roles(spans, transitions, self.roles, self.policies)
-        transitions, applied = apply_rules(spans, transitions, self.rules, self.decode)
-        return transitions, reasons, applied
-
-
 def to_trajectories(
     store: Store,
     rollouts: Sequence[Rollout],
@@ -91,83 +46,25 @@ def to_trajectories(
 ) -> tuple[list[Trajectory], Metrics]:
     """Return (trajectories of rewarded rollouts, metrics of all rollouts).
 
-    Trajectories hold only the calls that train. Rollouts without a reward, spans without tokens and
-    calls that do not train are left out. Each is counted under `rollout/dropped_<reason>`. A
-    rollout that its agent failed returns at most what the worst scored one does.
+    Trajectories hold only the calls that train. What is left out is counted under
+    `rollout/dropped_<reason>`.
     """
     reader = reader or TraceReader()
-    trajectories = []
-    dropped: Counter[str] = Counter()
-    rules: Counter[str] = Counter(dict.fromkeys(reader.rules, 0))
-    used = Counter({f"role={name}": 0 for name in reader.roles})
-    used.update({f"policy={name}": 0 for name in reader.policies})
-    judged: list[Rollout] = []
-    for rollout in rollouts:
-        judged.append(rollout)
-        if rollout.reward is None:
-            dropped["no_reward"] += 1
-            continue
-        spans = store.spans(rollout.rollout_id)
-        transitions, reasons, applied = reader.transitions(spans)
-        dropped.update(reasons)
-        rules.update(applied)
-        used.update(_used(spans, transitions, reader))
-        judged[-1] = reader.judge(rollout, transitions)
-        if judged[-1] is not rollout:
-            transitions = tuple(replace(call, reward=0.0) for call in transitions)
-        if judged[-1].reward is None:
-            dropped["bad_reward"] += 1
-            continue
-        if not transitions:
-            dropped["no_calls"] += 1
-        trajectories.append(to_trajectory(judged[-1], transitions))
-    trajectories = cap_failures(trajectories)
-    counts = {f"rollout/dropped_{metric_code(reason)}": float(n) for reason, n in dropped.items()}
-    counts |= {f"rollout/rule_{metric_code(name)}": float(n) for name, n in rules.items()}
-    counts |= {f"rollout/num_rollouts/{name}": float(n) for name, n in used.items()}
-    counts |= rollout_metrics(
+    judged, trajectories, counts = reader.read(store, rollouts)
+    metrics = {f"rollout/dropped_{metric_code(k)}": float(n) for k, n in counts.dropped.items()}
+    metrics |= {f"rollout/rule_{metric_code(name)}": float(n) for name, n in counts.rules.items()}
+    metrics |= {f"rollout/num_rollouts/{name}": float(n) for name, n in counts.used.items()}
+    metrics |= rollout_metrics(
         judged, trajectories, policy_version, max_staleness=reader.max_staleness
     )
-    counts |= agent_metrics(trajectories) | policy_metrics(trajectories)
-    counts |= audit_metrics(judged, trajectories)
+    metrics |= agent_metrics(trajectories) | policy_metrics(trajectories)
+    metrics |= audit_metrics(judged, trajectories)
     num_frozen = sum(
         not call.trains for trajectory in trajectories for call in trajectory.transitions
     )
     if num_frozen:
-        counts["rollout/dropped_frozen_calls"] = float(num_frozen)
-    return [only_trained(trajectory) for trajectory in trajectories], counts
-
-
-def cap_failures(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories, with failed ones lowered to the lowest return of the others.
-
-    Otherwise an agent that fails would earn more than one that tries where rewards are negative.
-    """
-
-    def call_rewards(trajectory: Trajectory) -> float:
-        return sum((call.reward for call in trajectory.transitions), start=0.0)
-
-    scored = [t.reward + call_rewards(t) for t in trajectories if not t.is_failed]
-    lowest = min(scored, default=math.inf)
-    return [
-        replace(t, reward=min(t.reward, lowest - call_rewards(t))) if t.is_failed else t
-        for t in trajectories
-    ]
-
-
-def _used(
-    spans: Sequence[Span], transitions: Sequence[Transition], reader: TraceReader
-) -> set[str]:
-    """Return the roles and policies of a rollout's calls.
-
-    Calls that another server answered are spans without tokens.
-    """
-    roles = {call.role for call in transitions}
-    roles |= {str(span.attributes.get(attributes.ROLE, "")) for span in spans}
-    policies = {call.answered_by for call in transitions}
-    return {f"role={name}" for name in roles & reader.roles.keys()} | {
-        f"policy={name}" for name in policies & reader.policies.keys()
-    }
+        metrics["rollout/dropped_frozen_calls"] = float(num_frozen)
+    return [only_trained(trajectory) for trajectory in trajectories], metrics
 
 
 def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:

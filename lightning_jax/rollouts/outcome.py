@@ -6,7 +6,7 @@ Everything here handles foreign objects, whose methods may fail in any way.
 import math
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,9 +253,3 @@ def as_number(value: Any) -> float | None:
         return float(number)
     except OverflowError:
         return math.inf
-
-
-def is_bounded(rewards: Iterable[float], limit: float) -> bool:
-    """Return True if no reward, nor the sum, has a magnitude above `limit`."""
-    values = list(rewards)
-    return all(abs(value) <= limit for value in values) and abs(math.fsum(values)) <= limit

@@ -23,7 +23,6 @@ from lightning_jax.rollouts.outcome import (
     Outcome,
     failure,
     finite,
-    is_bounded,
     outcome_of_error,
     storable,
 )
@@ -31,6 +30,7 @@ from lightning_jax.rollouts.rewards import Attempt, Decode, agent_reward, attemp
 from lightning_jax.rollouts.verdicts import digest
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.store import Store
+from lightning_jax.traces.trajectories import is_bounded
 from lightning_jax.types import LLM, Metrics, Rollout, Task
 
 log = logging.getLogger(__name__)

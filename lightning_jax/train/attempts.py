@@ -11,9 +11,10 @@ from lightning_jax.rl.advantages import stands_out
 from lightning_jax.rl.batching import make_supervised_sequences
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.conditions import Condition, Value
-from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
+from lightning_jax.rollouts.metrics import to_trajectories
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.store import Store
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.types import FINISHED, Rollout, Trajectory, Transition
 
 ATTEMPT_NAMES = ("reward", "step", "index", "calls", "tokens", "task")

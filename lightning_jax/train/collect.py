@@ -7,7 +7,6 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.advantages import without_equal_groups
 from lightning_jax.rollouts.collect import read_trajectories
 from lightning_jax.rollouts.failures import FailureWatch
-from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.rollouts.runner import (
     Runner,
     check_infrastructure,
@@ -15,6 +14,7 @@ from lightning_jax.rollouts.runner import (
     run_requests,
 )
 from lightning_jax.system.threads import run_in_thread
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train.config import Config
 from lightning_jax.train.external_groups import ExternalGroups
 from lightning_jax.train.gaming import GamingWatch

@@ -20,10 +20,10 @@ from lightning_jax.gateway.fields import brief
 from lightning_jax.gateway.work_messages import EXPIRED, EndFields, OpenFields
 from lightning_jax.rl.staleness import newest_version
 from lightning_jax.rollouts.external import HUNG_UP, ExternalAgents
-from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.rollouts.pool import Execution
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, group_id
 from lightning_jax.system.threads import run_in_thread
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train.config import Config
 from lightning_jax.train.open_group import OpenGroup, task_digest
 from lightning_jax.train.step_groups import Group, StepGroups, newest_complete, start_scoring

@@ -9,9 +9,7 @@ import pytest
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.metrics import (
     MAX_NAMES,
-    TraceReader,
     agent_metrics,
-    cap_failures,
     eval_change,
     eval_metrics,
     eval_metrics_by,
@@ -24,6 +22,7 @@ from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RewardRule, RoleConfig
 from lightning_jax.traces.store import Store
+from lightning_jax.traces.trajectories import TraceReader, cap_failures
 from lightning_jax.types import Rollout, Span
 
 

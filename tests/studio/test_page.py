@@ -5,10 +5,10 @@ from html.parser import HTMLParser
 import pytest
 from view_records import TOKENIZER, call, conversation, rollout, tool
 
-from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.studio.build import view_rollout, view_run
 from lightning_jax.studio.page import render_page
 from lightning_jax.studio.records import CallCredit, RolloutView, StepCredit
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.types import Span
 
 VOID = {"meta", "br"}

@@ -13,11 +13,11 @@ from test_groups import TASKS, _config
 from lightning_jax.cli.main import main
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.rollouts.conditions import parse_condition
-from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train import trainer
 from lightning_jax.train.attempts import (
     Attempt,
