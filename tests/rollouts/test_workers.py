@@ -21,7 +21,7 @@ from lightning_jax.gateway.work_messages import Report
 from lightning_jax.rollouts import pool, worker
 from lightning_jax.rollouts.agents import load_agent
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.rollouts.pool import WorkerPool, open_workers
+from lightning_jax.rollouts.pool import OtherMachines, StartedWorker, WorkerPool, open_workers
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.rollouts.work import (
     fingerprint,
@@ -266,6 +266,29 @@ async def test_worker_that_keeps_dying_ends_the_run(
     async with _local(tmp_path, config, max_attempts=99) as runner:
         with raises_coded(UserError, "worker_ended", "local-0"):
             await run_requests(make_requests(TASKS, "train", 0, 1), runner)
+
+
+async def test_worker_elsewhere_that_keeps_ending_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "MAX_DELAY_S", 0.0)
+    starts = list[tuple[int, str]]()
+
+    @asynccontextmanager
+    async def start(index: int, settings: dict[str, Any]) -> AsyncIterator[StartedWorker]:
+        starts.append((index, settings["url"]))
+        ended = asyncio.create_task(asyncio.sleep(0, ("was lost", None)))
+        yield StartedWorker(ended, lambda: None)
+
+    async with _runner(tmp_path, "measured") as runner:
+        gateway, others = runner.gateway, OtherMachines(2, start)
+        agent = AgentConfig(f"{TOY}:measured")
+        async with open_workers(agent, 0, gateway, RolloutConfig(), others) as opened:
+            with raises_coded(UserError, "worker_ended"):
+                await run_requests(
+                    make_requests(TASKS, "train", 0, 1), replace(runner, agent=opened)
+                )
+    assert set(starts) == {(0, gateway.url), (1, gateway.url)} and len(starts) <= 2 * pool.MAX_QUICK
 
 
 async def test_worker_that_stops_gives_its_rollouts_back(tmp_path: Path) -> None:
