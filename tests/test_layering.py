@@ -1,7 +1,10 @@
-"""Test that each module imports only from modules above it in docs/architecture.md's module map."""
+"""Test that each room imports only from rooms below it, and each inner room likewise."""
 
 import ast
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_jax"
 
@@ -25,44 +28,59 @@ ROOMS = (
     ),
     *("train", "studio", "cli", "__main__", "testing"),
 )
-LEVELS = {name: level for level, name in enumerate(ROOMS)}
+# Inner rooms and loose modules of a room, also from bottom to top.
+INNER_ROOMS = {
+    "rollouts": (
+        *("config", "reasons", "agents", "workers", "rewards", "results"),
+        *("conditions", "deadlines", "servers", "runner", "collect"),
+    ),
+}
 
 
-def _imports(path: Path) -> set[str]:
-    """Return the second parts of the lightning_jax names that a file imports, such as `rl`."""
-    found = set()
+def _imports(path: Path, package: str) -> set[str]:
+    """Return the parts after `package` in the names that a file imports, such as `rl`."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_jax."):
-            found.add((node.module or "").split(".")[1])
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         if isinstance(node, ast.Import):
-            found |= {
-                a.name.split(".")[1] for a in node.names if a.name.startswith("lightning_jax.")
-            }
-    return found
+            names |= {alias.name for alias in node.names}
+    prefix = f"{package}."
+    return {name[len(prefix) :].split(".")[0] for name in names if name.startswith(prefix)}
 
 
-def _violations(package: Path, row_of: dict[str, int]) -> list[str]:
-    found = []
-    for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package).parts[0].removesuffix(".py")
+def _violations(folder: Path, package: str, rooms: Sequence[str]) -> list[str]:
+    levels = {name: level for level, name in enumerate(rooms)}
+    violations = []
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).parts[0].removesuffix(".py")
         if name == "__init__":
             continue
-        assert name in row_of, f"{path} is in no row of the module map"
-        found += [
-            f"{path.relative_to(package)} imports {other}, which lies below it"
-            for other in _imports(path)
-            if row_of[other] > row_of[name]
+        assert name in levels, f"{path} is in no room of {package}"
+        violations += [
+            f"{path.relative_to(folder)} imports {other}, which lies above it"
+            for other in _imports(path, package)
+            if levels[other] > levels[name]
         ]
-    return found
+    return violations
 
 
-def test_modules_import_only_from_rows_above() -> None:
-    assert _violations(PACKAGE, LEVELS) == []
+def test_rooms_import_only_from_rooms_below() -> None:
+    assert _violations(PACKAGE, "lightning_jax", ROOMS) == []
+
+
+@pytest.mark.parametrize("room", INNER_ROOMS)
+def test_inner_rooms_import_only_from_inner_rooms_below(room: str) -> None:
+    assert _violations(PACKAGE / room, f"lightning_jax.{room}", INNER_ROOMS[room]) == []
 
 
 def test_a_violation_is_found(tmp_path: Path) -> None:
     (tmp_path / "types.py").write_text("from lightning_jax.rl.losses import policy_loss\n")
-    assert _violations(tmp_path, LEVELS) == ["types.py imports rl, which lies below it"]
+    (tmp_path / "rl.py").write_text("from lightning_jax import train, types\n")
+    assert _violations(tmp_path, "lightning_jax", ROOMS) == [
+        "rl.py imports train, which lies above it",
+        "types.py imports rl, which lies above it",
+    ]
 
 
 def test_agents_know_nothing_of_the_package() -> None:

@@ -15,9 +15,9 @@ from lightning_jax.cli.from_stored import print_policy
 from lightning_jax.errors import UserError
 from lightning_jax.models.formats.sources import load_tokenizer
 from lightning_jax.rollouts.config import AGENT
-from lightning_jax.rollouts.metrics import earned
-from lightning_jax.rollouts.rewards import component_metrics, flipped, rank_correlation
-from lightning_jax.rollouts.scoring import Scorer, make_scorer
+from lightning_jax.rollouts.results.metrics import earned
+from lightning_jax.rollouts.rewards.components import component_metrics, flipped, rank_correlation
+from lightning_jax.rollouts.rewards.scoring import Scorer, make_scorer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.studio.tables import Grid, as_terminal, columns
 from lightning_jax.traces.store import Store, TemporaryStore

@@ -30,9 +30,9 @@ def run_worker(arguments: argparse.Namespace) -> int:
     running rollouts back, and the run gives them to other workers.
     """
     from lightning_jax.cli.runtime import cancel_at_stop
-    from lightning_jax.rollouts.program import make_agent
-    from lightning_jax.rollouts.work import fingerprint
-    from lightning_jax.rollouts.worker import Server, work, worker_name
+    from lightning_jax.rollouts.agents.program import make_agent
+    from lightning_jax.rollouts.workers.work import fingerprint
+    from lightning_jax.rollouts.workers.worker import Server, work, worker_name
     from lightning_jax.settings import ConfigError, load_config
     from lightning_jax.system.proxies import go_direct
     from lightning_jax.train.check import check_agent

@@ -87,7 +87,7 @@ class WorkerActor(ClusterProcess):
 
     async def run(self, settings: dict[str, Any]) -> dict[str, Any] | None:
         """Take and run rollouts until `stop`. Return the error of an agent that is unusable."""
-        from lightning_jax.rollouts.worker import run_from_settings
+        from lightning_jax.rollouts.workers.worker import run_from_settings
 
         sys.path += [path for path in settings["sys_path"] if path not in sys.path]
         logging.basicConfig(level=logging.WARNING, handlers=[plain_handler()])

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_jax.cluster.actor import WorkerActor
 from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.placing import Kind, last_line, place, result, wait_to_end
-from lightning_jax.rollouts.pool import OtherMachines, StartedWorker
+from lightning_jax.rollouts.workers.pool import OtherMachines, StartedWorker
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.rollouts.agents import AgentFunction, as_agent
+from lightning_jax.rollouts.agents.event_loop import isolate_agent
+from lightning_jax.rollouts.agents.functions import AgentFunction, as_agent
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.rollouts.event_loop import isolate_agent
-from lightning_jax.rollouts.failures import FailureWatch
-from lightning_jax.rollouts.metrics import to_trajectories
+from lightning_jax.rollouts.results.failures import FailureWatch
+from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.threads import run_in_thread

@@ -26,19 +26,19 @@ from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.gateway.sessions import derive_seed
 from lightning_jax.gateway.waits import Lost
-from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
-from lightning_jax.rollouts.config import MEASURING, RolloutConfig
-from lightning_jax.rollouts.deadlines import DeadlineClock
-from lightning_jax.rollouts.outcome import (
+from lightning_jax.rollouts.agents.functions import Agent, end_agent, ended_outcome, run_agent
+from lightning_jax.rollouts.agents.outcome import (
     DEADLINE,
     Outcome,
     failure,
     judged_by_server,
     with_posted,
 )
-from lightning_jax.rollouts.pool import Execution, WorkerPool
-from lightning_jax.rollouts.scoring import Scorer
+from lightning_jax.rollouts.config import MEASURING, RolloutConfig
+from lightning_jax.rollouts.deadlines import DeadlineClock
+from lightning_jax.rollouts.rewards.scoring import Scorer
 from lightning_jax.rollouts.servers import GatewayServer, OpenedRollout, RolloutServer
+from lightning_jax.rollouts.workers.pool import Execution, WorkerPool
 from lightning_jax.system.clock import PausableClock
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import below

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_jax.rollouts.compare_tasks import (
+from lightning_jax.rollouts.results.compare_tasks import (
     Rewards,
     TaskComparison,
     compare_tasks,

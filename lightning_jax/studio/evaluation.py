@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from lightning_jax.rollouts.compare_tasks import TaskComparison
-from lightning_jax.rollouts.metrics import eval_metrics
+from lightning_jax.rollouts.results.compare_tasks import TaskComparison
+from lightning_jax.rollouts.results.metrics import eval_metrics
 from lightning_jax.studio.results import Calls
 from lightning_jax.studio.tables import Grid, columns
 from lightning_jax.system.text import printable

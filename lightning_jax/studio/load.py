@@ -14,7 +14,7 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.models.formats.names import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.rollouts.metrics import to_trajectories
+from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.build import newest_first, view_rollout, view_run

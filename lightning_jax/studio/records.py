@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_jax.rollouts.failures import Failure
+from lightning_jax.rollouts.results.failures import Failure
 from lightning_jax.types import Rollout
 
 Kind = Literal["agent", "llm", "tool", "reward", "other"]

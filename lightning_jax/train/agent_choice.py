@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from lightning_jax.rollouts.agents import Agent, as_agent
+from lightning_jax.rollouts.agents.functions import Agent, as_agent
+from lightning_jax.rollouts.agents.program import make_agent
 from lightning_jax.rollouts.config import AgentConfig, require_agent
-from lightning_jax.rollouts.program import make_agent
-from lightning_jax.rollouts.work import first_unsendable, unsendable
+from lightning_jax.rollouts.workers.work import first_unsendable, unsendable
 from lightning_jax.settings import ConfigError
 from lightning_jax.types import Task
 

@@ -11,7 +11,7 @@ from lightning_jax.rl.advantages import stands_out
 from lightning_jax.rl.batching import make_supervised_sequences
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.conditions import Condition, Value
-from lightning_jax.rollouts.metrics import to_trajectories
+from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.trajectories import TraceReader

@@ -80,7 +80,7 @@ def check_judges(config: Config) -> None:
         if reward.judge:
             key_of(reward.judge)
             if reward.judge.rubric:
-                from lightning_jax.rollouts.verdicts import read_rubric  # imports pydantic
+                from lightning_jax.rollouts.rewards.verdicts import read_rubric  # imports pydantic
 
                 read_rubric(reward.judge.rubric)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.advantages import without_equal_groups
 from lightning_jax.rollouts.collect import read_trajectories
-from lightning_jax.rollouts.failures import FailureWatch
+from lightning_jax.rollouts.results.failures import FailureWatch
 from lightning_jax.rollouts.runner import (
     Runner,
     check_infrastructure,

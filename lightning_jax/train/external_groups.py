@@ -19,9 +19,9 @@ from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import brief
 from lightning_jax.gateway.work_messages import EXPIRED, EndFields, OpenFields
 from lightning_jax.rl.staleness import newest_version
-from lightning_jax.rollouts.external import HUNG_UP, ExternalAgents
-from lightning_jax.rollouts.pool import Execution
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, group_id
+from lightning_jax.rollouts.workers.external import HUNG_UP, ExternalAgents
+from lightning_jax.rollouts.workers.pool import Execution
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train.config import Config

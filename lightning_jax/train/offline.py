@@ -24,7 +24,7 @@ from lightning_jax.rl.advantages import without_equal_groups
 from lightning_jax.rl.masks import with_masks
 from lightning_jax.rl.multi_policy.prepare import prepare_policies
 from lightning_jax.rl.train_state import TrainState
-from lightning_jax.rollouts.metrics import to_trajectories
+from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.system.files import make_private, write_whole
 from lightning_jax.traces.store import Store

@@ -22,7 +22,7 @@ from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rl.distill import Scores
 from lightning_jax.rl.losses.distill import NO_TOKEN
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
-from lightning_jax.rollouts.chat import missing_v1
+from lightning_jax.rollouts.rewards.chat import missing_v1
 from lightning_jax.settings import ConfigError
 
 CONCURRENCY = 16  # requests at once

@@ -28,9 +28,9 @@ from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.multi_policy.scope import ALL
-from lightning_jax.rollouts.judge import judge_roles
-from lightning_jax.rollouts.pool import OtherMachines
+from lightning_jax.rollouts.rewards.judge import judge_roles
 from lightning_jax.rollouts.servers import RolloutServer
+from lightning_jax.rollouts.workers.pool import OtherMachines
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config

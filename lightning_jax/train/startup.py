@@ -22,13 +22,13 @@ from lightning_jax.models.formats.load import LoadedModel, load_configured
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.rl.choices import load_choices
-from lightning_jax.rollouts.agents import Agent, AgentFunction
+from lightning_jax.rollouts.agents.event_loop import isolate_agent
+from lightning_jax.rollouts.agents.functions import Agent, AgentFunction
 from lightning_jax.rollouts.collect import with_ids
-from lightning_jax.rollouts.event_loop import isolate_agent
-from lightning_jax.rollouts.pool import OtherMachines, open_workers
+from lightning_jax.rollouts.rewards.scoring import make_scorer
 from lightning_jax.rollouts.runner import Runner
-from lightning_jax.rollouts.scoring import make_scorer
 from lightning_jax.rollouts.servers import RolloutServer
+from lightning_jax.rollouts.workers.pool import OtherMachines, open_workers
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.system.process_state import kept_process

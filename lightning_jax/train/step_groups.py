@@ -5,8 +5,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lightning_jax.rollouts.rewards.scoring import Scorer
 from lightning_jax.rollouts.runner import group_id
-from lightning_jax.rollouts.scoring import Scorer
 from lightning_jax.traces.store import Store
 from lightning_jax.types import Rollout, Task
 

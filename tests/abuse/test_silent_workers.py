@@ -13,8 +13,8 @@ from log_events import records
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.rollouts.pool import WorkerPool, open_workers
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
+from lightning_jax.rollouts.workers.pool import WorkerPool, open_workers
 from lightning_jax.testing.service import run_service
 from lightning_jax.types import Task
 

@@ -19,9 +19,9 @@ from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.leases import LeaseQueue
 from lightning_jax.gateway.remote import RemoteEngine, remote_role, remote_routing
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.rollouts.pool import WorkerPool
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
-from lightning_jax.rollouts.work import fingerprint
+from lightning_jax.rollouts.workers.pool import WorkerPool
+from lightning_jax.rollouts.workers.work import fingerprint
 from lightning_jax.traces.store import TemporaryStore
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ async def test_worker_runs_rollouts_and_gives_them_back_at_ctrl_c(folder: Path) 
             assert await asyncio.to_thread(stopping.wait) == 0
         errors = (folder / "errors").read_text()
         imported = {line.split("|")[-1].strip() for line in errors.splitlines()}
-        assert "lightning_jax.rollouts.worker" in imported and "Traceback" not in errors
+        assert "lightning_jax.rollouts.workers.worker" in imported and "Traceback" not in errors
         assert not imported & {"jax", "numpy"}
         assert queue.num_taken == 1 and queue.num_lost == 0
         with _worker(url, setting):

@@ -26,8 +26,8 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.formats.load import save_hf
 from lightning_jax.rl.config import BatchConfig, OptimizerConfig
+from lightning_jax.rollouts.agents.outcome import SERVER_LOST
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.rollouts.outcome import SERVER_LOST
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes

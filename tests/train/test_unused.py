@@ -8,7 +8,7 @@ import pytest
 from log_events import records
 
 from lightning_jax.models.config import PolicyConfig
-from lightning_jax.rollouts.metrics import to_trajectories
+from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RewardRule, RoleConfig
 from lightning_jax.traces.store import Store

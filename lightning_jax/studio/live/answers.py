@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_jax.gateway.activity import RolloutActivity
-from lightning_jax.rollouts.failures import Failure
+from lightning_jax.rollouts.results.failures import Failure
 from lightning_jax.studio.build import task_name
 from lightning_jax.studio.compare_runs import settings_table
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun

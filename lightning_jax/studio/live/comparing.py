@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.rollouts.compare_tasks import TaskChange, TaskComparison
+from lightning_jax.rollouts.results.compare_tasks import TaskChange, TaskComparison
 from lightning_jax.studio.build import task_name
 from lightning_jax.studio.compare_runs import (
     EvaluationComparison,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from lightning_jax.rollouts.compare_tasks import sign_test
+from lightning_jax.rollouts.results.compare_tasks import sign_test
 from lightning_jax.studio.build import task_name
 from lightning_jax.studio.evaluation import SIGNIFICANT
 from lightning_jax.studio.runs import RunSummary
