@@ -80,10 +80,10 @@ def with_ids(tasks: Sequence[Any]) -> list[Task]:
                 reason="wrong_type",
                 key="tasks",
             )
-    taken = {str(task["id"]) for task in tasks if not is_unnamed(task)}
+    names = {str(task["id"]) for task in tasks if not is_unnamed(task)}
     named = []
     for index, task in enumerate(tasks):
-        name = {"id": free_name(str(index), taken) if is_unnamed(task) else task["id"]}
+        name = {"id": free_name(str(index), names) if is_unnamed(task) else task["id"]}
         named.append(name | dict(task) | name)  # the id comes first
     return named
 

@@ -212,7 +212,9 @@ class Runner:
                 return rollout
             reasons.append(rollout.reason)
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
-            await asyncio.sleep(self._retry_delay_s(rollout))
+            # Doubled each time, plus up to half at random.
+            jitter = derive_seed(self.seed, rollout.rollout_id, "retry") / 2**31
+            await asyncio.sleep(self.config.backoff_s(attempt) * (1 + jitter / 2))
 
     async def run_once(
         self, request: RolloutRequest, attempt: int, execution: Execution, *, draw: int
@@ -303,11 +305,6 @@ class Runner:
         needs_reward = self.scorer is None or self.scorer.needs_agent_reward
         outcome = with_posted(ended_outcome(running), posted, needs_reward=needs_reward)
         return outcome, stalled_s
-
-    def _retry_delay_s(self, rollout: Rollout) -> float:
-        """Return the wait before the next attempt: doubled each time, plus up to half at random."""
-        jitter = derive_seed(self.seed, rollout.rollout_id, "retry") / 2**31
-        return self.config.backoff_s(rollout.attempt) * (1 + jitter / 2)
 
     def _settings(self, rollout: Rollout, draw: int) -> RolloutSettings:
         greedy = rollout.phase in MEASURING

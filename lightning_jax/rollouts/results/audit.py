@@ -5,7 +5,7 @@ token ids, so no tokenizer is needed.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
 
@@ -41,10 +41,10 @@ def near_copies(texts: Sequence[Text], n: int = 3) -> list[bool]:
 
     Texts of fewer tokens are copies if they are equal.
     """
-    found = [_ngrams(text, n) or {tuple(text)} for text in texts]
+    grams = [_ngrams(text, n) or {tuple(text)} for text in texts]
     copies = [False] * len(texts)
     for i, j in combinations(range(len(texts)), 2):
-        if _similarity(found[i], found[j]) >= COPY_SIMILARITY:
+        if len(grams[i] & grams[j]) / len(grams[i] | grams[j]) >= COPY_SIMILARITY:
             copies[i] = copies[j] = True
     return copies
 
@@ -55,13 +55,13 @@ def correlations(groups: Sequence[Sequence[Mapping[str, float]]]) -> dict[tuple[
     `groups` have the components of each attempt. Groups in which either of the two is constant are
     left out.
     """
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    by_pair: dict[tuple[str, str], list[float]] = defaultdict(list)
     for attempts in groups:
         for pair in combinations(sorted(set[str]().union(*attempts)), 2):
             pairs = [(a[pair[0]], a[pair[1]]) for a in attempts if pair[0] in a and pair[1] in a]
             if pairs and (value := rank_correlation(*zip(*pairs, strict=True))) is not None:
-                found[pair].append(value)
-    return {pair: fmean(values) for pair, values in found.items()}
+                by_pair[pair].append(value)
+    return {pair: fmean(values) for pair, values in by_pair.items()}
 
 
 def audit_metrics(rollouts: Sequence[Rollout], trajectories: Sequence[Trajectory]) -> Metrics:
@@ -106,7 +106,3 @@ def most_overrated(rollouts: Sequence[Rollout], held_out: str, number: int = 3) 
 
 def _ngrams(text: Text, n: int) -> set[Text]:
     return {tuple(text[start : start + n]) for start in range(len(text) - n + 1)}
-
-
-def _similarity(first: Set[Text], second: Set[Text]) -> float:
-    return len(first & second) / len(first | second)

@@ -43,7 +43,7 @@ def failures(rollouts: Sequence[Rollout], cut: Collection[str] = ()) -> tuple[Fa
     for rollout in rollouts:
         if rollout.reason is not None:
             alike[rollout.status, rollout.reason].append(rollout)
-    found = [
+    groups = [
         Failure(
             *key,
             len(those),
@@ -53,7 +53,7 @@ def failures(rollouts: Sequence[Rollout], cut: Collection[str] = ()) -> tuple[Fa
         )
         for key, those in alike.items()
     ]
-    return tuple(sorted(found, key=lambda failure: -failure.count))
+    return tuple(sorted(groups, key=lambda failure: -failure.count))
 
 
 class BrokenAgent(UserError, RuntimeError):
@@ -81,7 +81,7 @@ class FailureWatch:
         the policy. A fixed agent runs them again.
         """
         failed = [rollout.rollout_id for rollout in rollouts if rollout.reason is not None]
-        found = failures(rollouts, set(filter(self._was_cut, failed)))
+        groups = failures(rollouts, set(filter(self._was_cut, failed)))
         if rollouts and all(
             rollout.status == "agent_failure" and not self._answered(rollout)
             for rollout in rollouts
@@ -89,14 +89,14 @@ class FailureWatch:
             self._store.mark_for_repeat(rollouts[0].step)
             raise BrokenAgent(
                 f"{what}: all {len(rollouts)} rollouts failed before the policy answered a call, "
-                f"such as {_such_as(found[0])}; fix the agent, its tasks or the setting in that "
+                f"such as {_such_as(groups[0])}; fix the agent, its tasks or the setting in that "
                 "message, then run the same command again.",
                 reason="all_failed",
-                key=found[0].example,
+                key=groups[0].example,
             )
         self._check_calls(rollouts, what)
-        self._check_share(found, rollouts, what)
-        for failure in found:
+        self._check_share(groups, rollouts, what)
+        for failure in groups:
             if (failure.status, failure.reason) not in self._known_failures:
                 self._known_failures.add((failure.status, failure.reason))
                 who = failure.status.removesuffix("_failure")
@@ -127,9 +127,9 @@ class FailureWatch:
             )
 
     def _check_share(
-        self, found: Sequence[Failure], rollouts: Sequence[Rollout], what: str
+        self, groups: Sequence[Failure], rollouts: Sequence[Rollout], what: str
     ) -> None:
-        by_agent = [failure for failure in found if failure.status == "agent_failure"]
+        by_agent = [failure for failure in groups if failure.status == "agent_failure"]
         worst = by_agent[0] if by_agent else None
         if worst is None or worst.count <= self._max_share * len(rollouts):
             self._last = None
@@ -172,17 +172,16 @@ def _such_as(failure: Failure) -> str:
 
 
 def _detail(alike: Sequence[Rollout]) -> str:
-    """Return the detail of the first failure, and the worker that has most of several."""
-    detail = _one_line(alike[0].detail or "")
+    """Return the detail of the first failure on one line, and the worker that has most of several.
+
+    It is shortened, but keeps the place of an error.
+    """
+    text = alike[0].detail or ""
+    match = _PLACE.search(text)
+    place = match[0] if match else ""
+    width = max(MAX_DETAIL_CHARS - len(place), MIN_WORDS_CHARS)
+    detail = textwrap.shorten(text.removesuffix(place), width, placeholder=" ...") + place
     ((worker, number),) = Counter(rollout.worker for rollout in alike).most_common(1)
     if worker is None or number < MIN_OF_WORKER or 2 * number <= len(alike):
         return detail
     return f"{detail} ({number} in worker {worker})".strip()
-
-
-def _one_line(text: str) -> str:
-    """Return the text without line breaks and shortened, but with the place of an error."""
-    found = _PLACE.search(text)
-    place = found[0] if found else ""
-    width = max(MAX_DETAIL_CHARS - len(place), MIN_WORDS_CHARS)
-    return textwrap.shorten(text.removesuffix(place), width, placeholder=" ...") + place

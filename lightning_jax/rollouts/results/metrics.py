@@ -87,9 +87,9 @@ def _metrics_by(
     calls: dict[str, list[Transition]] = defaultdict(list)
     rewards: dict[str, list[float]] = defaultdict(list)
     all_calls = [call for trajectory in trajectories for call in trajectory.transitions]
-    shown = _shown(Counter(name_of(call) or "unnamed" for call in all_calls))
+    labels = _shown(Counter(name_of(call) or "unnamed" for call in all_calls))
     for trajectory in trajectories:
-        named = [shown[name_of(call) or "unnamed"] for call in trajectory.transitions]
+        named = [labels[name_of(call) or "unnamed"] for call in trajectory.transitions]
         for name, call in zip(named, trajectory.transitions, strict=True):
             calls[name].append(call)
         for name in set(named):
@@ -137,8 +137,8 @@ def rollout_metrics(
         "rollout/prompt_tokens": float(sum(len(call.prompt_token_ids) for call in calls)),
     }
     metrics |= _reported(rollouts, "rollout") | component_metrics(rollouts, "reward/")
-    shown = _shown(Counter(metric_code(r.reason) for r in rollouts if r.reason))
-    failures = Counter((r.status, shown[metric_code(r.reason)]) for r in rollouts if r.reason)
+    labels = _shown(Counter(metric_code(r.reason) for r in rollouts if r.reason))
+    failures = Counter((r.status, labels[metric_code(r.reason)]) for r in rollouts if r.reason)
     metrics |= {f"rollout/{status}_{code}": float(n) for (status, code), n in failures.items()}
     if trajectories:
         rewards = np.asarray([trajectory.reward for trajectory in trajectories])
@@ -223,15 +223,15 @@ def eval_change(
 
     See `compare_tasks`. Names start with `area`. Empty if there is no common task.
     """
-    found = compare_tasks(task_rewards(before), task_rewards(rollouts))
-    if found.change_mean is None or found.change_stderr is None:
+    change = compare_tasks(task_rewards(before), task_rewards(rollouts))
+    if change.change_mean is None or change.change_stderr is None:
         return {}
     return {
-        f"{area}change_mean": found.change_mean,
-        f"{area}change_stderr": found.change_stderr,
-        f"{area}num_better": float(found.num_won),
-        f"{area}num_worse": float(found.num_lost),
-        f"{area}change_p": found.p_value,
+        f"{area}change_mean": change.change_mean,
+        f"{area}change_stderr": change.change_stderr,
+        f"{area}num_better": float(change.num_won),
+        f"{area}num_worse": float(change.num_lost),
+        f"{area}change_p": change.p_value,
     }
 
 
@@ -299,10 +299,10 @@ def split_by(
 def task_rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     """Return the rewards of each task's finished rollouts. The newest attempt counts."""
     newest = {(r.task_id, r.index): earned(r) for r in rollouts if r.status in FINISHED}
-    found: dict[str, list[float]] = defaultdict(list)
+    rewards: dict[str, list[float]] = defaultdict(list)
     for (task, _), reward in newest.items():
-        found[task].append(reward)
-    return dict(found)
+        rewards[task].append(reward)
+    return dict(rewards)
 
 
 def earned(rollout: Rollout) -> float:
@@ -324,7 +324,7 @@ def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
     """
     finished = [r for r in rollouts if r.status in FINISHED]
     names = Counter(name for rollout in finished for name in rollout.metrics)
-    shown = _shown(Counter({name: n for name, n in names.items() if split_dropped(name) is None}))
+    labels = _shown(Counter({name: n for name, n in names.items() if split_dropped(name) is None}))
     sums: dict[str, float] = defaultdict(float)
     without_value: Counter[str] = Counter()
     for rollout in finished:
@@ -333,7 +333,7 @@ def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
                 sums[f"{DROPPED_METRICS}_{dropped[0]}"] += value
                 without_value[dropped[1]] += 1
             else:
-                kept = shown[name] == name
+                kept = labels[name] == name
                 sums[name if kept else DROPPED_METRICS] += value if kept else 1.0
     means = {
         name: sums[name] / max(len(finished) - without_value[name], 1) for name in sorted(sums)

@@ -46,8 +46,8 @@ def attempt_of(rollout: Rollout, spans: Sequence[Span], decode: Decode) -> Attem
     paths: list[tuple[int, ...]] = []
     for call in calls:
         prompt = call.prompt_token_ids
-        known = max((len(path) for path in paths if prompt[: len(path)] == path), default=0)
-        for role, ids in (("user", prompt[known:]), ("assistant", call.response_token_ids)):
+        num_known = max((len(path) for path in paths if prompt[: len(path)] == path), default=0)
+        for role, ids in (("user", prompt[num_known:]), ("assistant", call.response_token_ids)):
             if text := decode(ids).strip():
                 messages.append({"role": role, "content": text})
         paths.append(prompt + call.response_token_ids)
@@ -78,9 +78,9 @@ def component_metrics(rollouts: Sequence[Rollout], prefix: str) -> Metrics:
         for name, value in rollout.components.items():
             values[name].append(value)
     metrics = {}
-    for name, found in sorted(values.items()):
-        metrics[f"{prefix}{name}_mean"] = fmean(found)
-        metrics[f"{prefix}{name}_std"] = float(np.std(found))
+    for name, column in sorted(values.items()):
+        metrics[f"{prefix}{name}_mean"] = fmean(column)
+        metrics[f"{prefix}{name}_std"] = float(np.std(column))
     return metrics
 
 

@@ -48,7 +48,7 @@ class Counts(ChatCounts):
     disagreements: list[float] = field(default_factory=list)
 
     def metrics(self, prefix: str) -> Metrics:
-        found = {
+        metrics = {
             f"{prefix}calls": float(self.calls),
             f"{prefix}failed_calls": float(self.failed_calls),
             f"{prefix}cached_calls": float(self.cached_calls),
@@ -56,8 +56,8 @@ class Counts(ChatCounts):
             f"{prefix}s": self.seconds,
         }
         if self.disagreements:
-            found[f"{prefix}disagreement"] = fmean(self.disagreements)
-        return found
+            metrics[f"{prefix}disagreement"] = fmean(self.disagreements)
+        return metrics
 
 
 Verdict = tuple[float, str]  # value, and reason or ""
@@ -86,8 +86,8 @@ class Judge:
 
     def take_counts(self) -> Counts:
         """Return the counts, and begin new ones."""
-        taken, self._counts = self._counts, Counts()
-        return taken
+        counts, self._counts = self._counts, Counts()
+        return counts
 
     async def compare(self, task: str, attempts: Sequence[Attempt]) -> list[Judgement]:
         """Return values from 0 to 1 of the attempts of a group.
@@ -101,17 +101,17 @@ class Judge:
             return [Judgement(NOTHING_TO_COMPARE) for _ in attempts]
 
         def ordered(asker: str) -> Comparison:
-            found = comparison(task, attempts, config, derive_seed(self._seed, asker))
-            assert found is not None, "the texts differ"
-            return found
+            request = comparison(task, attempts, config, derive_seed(self._seed, asker))
+            assert request is not None, "the texts differ"
+            return request
 
         askers = self._askers(attempts[:1])  # the first attempt stands for its group
         most = max(config.repeats, config.max_verdicts)
-        found = await self._verdicts(
+        by_asker = await self._verdicts(
             same.request, askers, most, lambda asker: ordered(asker).request
         )
         verdicts: list[dict[str, Verdict]] = [{} for _ in attempts]
-        for asker, scores in found.items():
+        for asker, scores in by_asker.items():
             for place, key in enumerate(ordered(asker).keys):
                 verdicts[place][asker] = (scores[key].score / MAX_SCORE, scores[key].reason)
         return [self._mean(column, askers) for column in verdicts]
@@ -126,9 +126,9 @@ class Judge:
         assert rubric is not None, "a judge without a rubric compares"
         request = assessment(task, attempts[0], config, rubric)
         most = max(config.repeats, config.max_verdicts) if config.temperature else 1
-        found = await self._verdicts(request, self._askers(attempts), most, lambda _: request)
+        by_asker = await self._verdicts(request, self._askers(attempts), most, lambda _: request)
         verdicts: dict[str, Verdict] = {}
-        for asker, scores in found.items():
+        for asker, scores in by_asker.items():
             value = rubric.value({name: score.score for name, score in scores.items()})
             reasons = [f"{name} {score.score}: {score.reason}" for name, score in scores.items()]
             verdicts[asker] = (value, "\n".join(reasons) if config.reasons else "")
@@ -161,12 +161,12 @@ class Judge:
         """
         # Stores from before verdicts had askers have the first one under the same digest.
         key = digest(self._config.served_by, self._endpoint.version(), self._body(same), 0)
-        known = await self._store.in_order(self._store.verdicts, key)
-        new = [asker for asker in askers if asker not in known][: max(most - len(known), 0)]
+        stored = await self._store.in_order(self._store.verdicts, key)
+        new = [asker for asker in askers if asker not in stored][: max(most - len(stored), 0)]
         self._counts.cached_calls += len(askers) - len(new)
         await asyncio.gather(*(self._ask(key, asker, request_of(asker)) for asker in new))
-        known = await self._store.in_order(self._store.verdicts, key)
-        return {asker: read_scores(text, request_of(asker)) for asker, text in known.items()}
+        stored = await self._store.in_order(self._store.verdicts, key)
+        return {asker: read_scores(text, request_of(asker)) for asker, text in stored.items()}
 
     async def _ask(self, key: str, asker: str, request: JudgeRequest) -> None:
         """Ask for one verdict and keep it."""

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ BAD_COMPONENT, JUDGE_FAILED = "bad_component", "judge_failed"
 NO_GATEWAY = LLM("", "", "")  # components call no policy
 
 Value = Judgement | Outcome  # of one attempt; an outcome is a failure
+Ask = Callable[[str, Sequence[Attempt]], Awaitable[list[Judgement]]]  # of a judge
 
 
 class Scorer:
@@ -65,9 +66,9 @@ class Scorer:
         self.rewards, self._judges, self._store = rewards, judges, store
         self._decode, self._limits = decode, limits
         self._functions = {
-            name: found if callable(found) else load_function(found)
+            name: function if callable(function) else load_function(function)
             for name, reward in rewards.items()
-            if (found := reward.function or reward.group) is not None
+            if (function := reward.function or reward.group) is not None
         }
         self._failures: Counter[str] = Counter()
 
@@ -92,8 +93,8 @@ class Scorer:
         scored = [rollout for rollout in rollouts if rollout.status == "scored"]
         if all(rollout.components for rollout in scored):
             return list(rollouts)
-        wanted = self.components(rollouts[0].phase)
-        changed, reasons = await self.rescore(task, scored, wanted)
+        names = self.components(rollouts[0].phase)
+        changed, reasons = await self.rescore(task, scored, names)
         await self._store.in_order(self._store.set_scores, changed, reasons)
         by_id = {rollout.rollout_id: rollout for rollout in changed}
         return [by_id.get(rollout.rollout_id, rollout) for rollout in rollouts]
@@ -124,8 +125,8 @@ class Scorer:
         changed, reasons = [], {}
         for rollout, row in zip(scored, rows, strict=True):
             changed.append(self._scored(rollout, row))
-            found = {name: v.reason for name, v in row.items() if isinstance(v, Judgement)}
-            reasons[rollout.rollout_id] = {name: text for name, text in found.items() if text}
+            texts = {name: v.reason for name, v in row.items() if isinstance(v, Judgement)}
+            reasons[rollout.rollout_id] = {name: text for name, text in texts.items() if text}
         return changed, reasons
 
     async def _attempts(self, rollouts: Sequence[Rollout]) -> list[Attempt]:
@@ -171,14 +172,18 @@ class Scorer:
         if not attempts:
             return []
         if reward.needs_group:
-            return await (self._by_group if reward.group else self._compared)(name, task, attempts)
+            if reward.group:
+                return await self._by_group(name, task, attempts)
+            return await self._asked(name, self._judges[name].compare, task, attempts)
         if reward.function:
             calls = (self._by_function(name, task, attempt) for attempt in attempts)
             return list(await asyncio.gather(*calls))
         alike: dict[str, list[Attempt]] = defaultdict(list)
         for attempt in attempts:
             alike[digest(attempt.transcript)].append(attempt)
-        parts = await asyncio.gather(*(self._assessed(name, task, a) for a in alike.values()))
+        assess = self._judges[name].assess
+        asking = (self._asked(name, assess, task, equal) for equal in alike.values())
+        parts = await asyncio.gather(*asking)
         values = {
             attempt.rollout_id: value
             for some, part in zip(alike.values(), parts, strict=True)
@@ -186,33 +191,31 @@ class Scorer:
         }
         return [values[attempt.rollout_id] for attempt in attempts]
 
-    async def _compared(self, name: str, task: Task, attempts: Sequence[Attempt]) -> list[Value]:
+    async def _asked(
+        self, name: str, ask: Ask, task: Task, attempts: Sequence[Attempt]
+    ) -> list[Value]:
+        """Return the values that a judge gives, or its failure for each."""
         try:
-            return list(await self._judges[name].compare(_task_text(task), attempts))
+            return list(await ask(_task_text(task), attempts))
         except ChatFailed as error:
-            return [_judge_failure(name, error)] * len(attempts)
-
-    async def _assessed(self, name: str, task: Task, attempts: Sequence[Attempt]) -> list[Value]:
-        """Return the values of attempts with equal texts."""
-        try:
-            return list(await self._judges[name].assess(_task_text(task), attempts))
-        except ChatFailed as error:
-            return [_judge_failure(name, error)] * len(attempts)
+            detail = f"rewards.{name}: {error}"
+            failed = Outcome("infrastructure_failure", None, JUDGE_FAILED, detail)
+            return [failed] * len(attempts)
 
     async def _by_function(self, name: str, task: Task, attempt: Attempt) -> Value:
-        found = await self._call(name, task, attempt)
-        return found if isinstance(found, Outcome) else _checked(name, found[0])
+        result = await self._call(name, task, attempt)
+        return result if isinstance(result, Outcome) else _checked(name, result[0])
 
     async def _by_group(self, name: str, task: Task, attempts: Sequence[Attempt]) -> list[Value]:
-        found = await self._call(name, task, list(attempts))
-        if isinstance(found, Outcome):
-            return [found] * len(attempts)
+        result = await self._call(name, task, list(attempts))
+        if isinstance(result, Outcome):
+            return [result] * len(attempts)
         try:
-            values = list(found[0])
+            values = list(result[0])
         except TypeError:
             values = []
         if len(values) != len(attempts):
-            text = f"rewards.{name} returned {_shown(found[0])}; expected {len(attempts)} numbers"
+            text = f"rewards.{name} returned {_shown(result[0])}; expected {len(attempts)} numbers"
             return [failure(BAD_COMPONENT, text)] * len(attempts)
         return [_checked(name, value) for value in values]
 
@@ -226,9 +229,9 @@ class Scorer:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  (foreign code: fails only its rollouts)
-            found = outcome_of_error(error, NO_GATEWAY)
-            detail = f"rewards.{name} raised {found.reason}: {found.detail}"
-            return replace(found, reason=BAD_COMPONENT, detail=detail)
+            outcome = outcome_of_error(error, NO_GATEWAY)
+            detail = f"rewards.{name} raised {outcome.reason}: {outcome.detail}"
+            return replace(outcome, reason=BAD_COMPONENT, detail=detail)
 
 
 def _checked(name: str, value: Any) -> Value:
@@ -250,10 +253,6 @@ def _shown(value: Any) -> str:
         return storable(repr(value)[:200])
     except Exception:  # noqa: BLE001  (foreign code)
         return f"a {type(value).__name__}"
-
-
-def _judge_failure(name: str, error: ChatFailed) -> Outcome:
-    return Outcome("infrastructure_failure", None, JUDGE_FAILED, f"rewards.{name}: {error}")
 
 
 def _task_text(task: Task) -> str:

@@ -136,16 +136,16 @@ def read_scores(text: str, request: JudgeRequest) -> dict[str, Score]:
         raise ValueError("the answer is nested too deeply") from error
     if not isinstance(answer, dict):
         raise ValueError(f"the answer is a {type(answer).__name__}, not an object")
-    found = {}
+    scores = {}
     for key, (low, high) in request.scales.items():
         entry = answer.get(key)
-        given = entry if isinstance(entry, dict) else {"score": entry}
-        score, reason = given.get("score"), given.get("reason", "")
+        values = entry if isinstance(entry, dict) else {"score": entry}
+        score, reason = values.get("score"), values.get("reason", "")
         if type(score) is not int or not low <= score <= high:
             raise ValueError(f"the score of {key} is {repr(score)[:50]}, not {low} to {high}")
         words = reason if isinstance(reason, str) else ""
-        found[key] = Score(score, words.encode("utf-8", "replace").decode()[:MAX_REASON_CHARS])
-    return found
+        scores[key] = Score(score, words.encode("utf-8", "replace").decode()[:MAX_REASON_CHARS])
+    return scores
 
 
 # A comparison of the attempts of a group
@@ -167,7 +167,10 @@ def comparison(
     The beginning that all transcripts share is shown once. Equal attempts share an entry. The seed
     shuffles the entries.
     """
-    shared = _num_shared([attempt.transcript for attempt in attempts])
+    transcripts = [attempt.transcript for attempt in attempts]
+    columns = enumerate(zip(*transcripts, strict=False))
+    num_least = min(map(len, transcripts))
+    shared = next((i for i, column in columns if any(m != column[0] for m in column)), num_least)
     texts = [transcript_text(attempt.transcript[shared:], judge.max_chars) for attempt in attempts]
     distinct = sorted(set(texts))
     if len(distinct) < 2:
@@ -182,9 +185,9 @@ def comparison(
         judge.instructions,
         _reason_words(judge),
     ]
-    shown = {"task": beginning or task, "attempts": {keys[text]: text for text in distinct}}
+    data = {"task": beginning or task, "attempts": {keys[text]: text for text in distinct}}
     request = JudgeRequest(
-        _messages(words, shown),
+        _messages(words, data),
         {keys[text]: (0, MAX_SCORE) for text in distinct},
         judge.reasons,
     )
@@ -209,11 +212,11 @@ def assessment(task: str, attempt: Attempt, judge: JudgeConfig, rubric: Rubric) 
             f"  example with score {example.score}: {json.dumps(example.text, ensure_ascii=False)}"
             for example in criterion.examples
         ]
-    shown = {"attempt": transcript_text(attempt.transcript, judge.max_chars)}
+    data = {"attempt": transcript_text(attempt.transcript, judge.max_chars)}
     if not attempt.transcript:
-        shown = {"task": task, **shown}
+        data = {"task": task, **data}
     scales = {name: criterion.scale for name, criterion in rubric.criteria.items()}
-    return JudgeRequest(_messages(words, shown), scales, judge.reasons)
+    return JudgeRequest(_messages(words, data), scales, judge.reasons)
 
 
 def digest(*parts: Any) -> str:
@@ -235,21 +238,14 @@ def _reason_words(judge: JudgeConfig) -> str:
     return "Write the reason of each score in one short sentence before it." * judge.reasons
 
 
-def _messages(words: Sequence[str], shown: Mapping[str, Any]) -> tuple[Message, ...]:
+def _messages(words: Sequence[str], content: Mapping[str, Any]) -> tuple[Message, ...]:
     """Return the instructions, and what they are about as JSON, which cannot end early."""
     # Else a special token in an attempt, such as <|im_end|>, could end the judge's own turn.
-    data = json.dumps(shown, ensure_ascii=False, indent=1).replace("<", "\\u003c")
+    data = json.dumps(content, ensure_ascii=False, indent=1).replace("<", "\\u003c")
     return (
         {"role": "system", "content": "\n".join(filter(None, words))},
         {"role": "user", "content": data},
     )
-
-
-def _num_shared(transcripts: Sequence[Sequence[Message]]) -> int:
-    """Return the number of messages that all transcripts begin with."""
-    columns = enumerate(zip(*transcripts, strict=False))
-    shortest = min(map(len, transcripts))
-    return next((at for at, column in columns if any(m != column[0] for m in column)), shortest)
 
 
 def transcript_text(messages: Sequence[Message], max_chars: int) -> str:
