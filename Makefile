@@ -15,7 +15,7 @@ install = $(BIN)/python -m uv pip install --quiet --python $(BIN)/python $(1) ||
 # Tests that need no model, or compile little.
 QUICK := test_layering.py test_voice.py test_settings.py test_types.py test_promises.py system traces \
 	rl/test_credit.py rl/test_advantages.py rl/test_token_weights.py rl/test_packing.py \
-	rl/losses/test_segments.py gateway/test_routing.py gateway/prompt/test_tool_calls.py \
+	rl/losses/test_segments.py gateway/calls/test_routing.py gateway/prompt/test_tool_calls.py \
 	experiments/data/test_sums.py train/test_tasks.py train/test_demonstrations.py rollouts/test_outcome.py
 
 .PHONY: $(EXPERIMENTS) test check quick lint clean setup docs

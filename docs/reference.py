@@ -11,25 +11,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
-from lightning_jax.cli import main as command
-from lightning_jax.cli import troubleshooting as signs
+from lightning_jax.cli.main import COMMANDS, parser_of
 from lightning_jax.cli.reference import settings_page
 from lightning_jax.gateway.dialects import all as dialects
 from lightning_jax.gateway.dialects import anthropic, ollama, openai_chat, openai_completions
 from lightning_jax.gateway.dialects.base import Dialect
 from lightning_jax.gateway.dialects.gemini import input as gemini
 from lightning_jax.gateway.dialects.openai_responses import dialect as responses
-from lightning_jax.gateway.error_codes import CODES
+from lightning_jax.gateway.dialects.unknown_fields import BINDING
 from lightning_jax.gateway.metrics import COUNTERS
-from lightning_jax.gateway.unknown_fields import BINDING
 from lightning_jax.loading import load_function
-from lightning_jax.rollouts.reasons import REASONS
 from lightning_jax.traces import attributes
-from lightning_jax.train.metric_descriptions import AREAS, METRICS
+from lightning_jax.train.curves import DESCRIPTIONS, metric_descriptions
 
 HERE = Path(__file__).parent
+PACKAGE = HERE.parent / "lightning_jax"
 NOTE = "`python docs/reference.py` writes this page.\n"
 
 
@@ -49,27 +48,22 @@ def pages() -> dict[str, str]:
 
 def command_line() -> str:
     """Return the page of all commands and their arguments."""
-    parser = command._parser()
-    (commands,) = (
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
-    helps = {action.dest: action.help for action in commands._choices_actions}
     text = "# Command line\n\n    lightning-jax COMMAND --help\n\n" + NOTE + "\n"
     text += _table(
         ("command", "what it does"),
-        [(f"[`{name}`](#lightning-jax-{name})", helps[name]) for name in commands.choices],
+        [(f"[`{name}`](#lightning-jax-{name})", line) for name, (*_, line) in COMMANDS.items()],
     )
-    for name, found in commands.choices.items():
-        formatter = found._get_formatter()
-        shown = [_flag(action) for action in found._actions if _is_shown(action)]
-        words = [word.strip("`") for word in shown]
+    for name in COMMANDS:
+        parser = parser_of(name)
+        formatter = parser._get_formatter()
+        words = [_flag(action).strip("`") for action in parser._actions if _is_shown(action)]
         text += (
             f"\n## `lightning-jax {name}`\n\n    {' '.join(['lightning-jax', name, *words])}\n\n"
         )
-        text += inspect.cleandoc(found.description or "") + "\n"
+        text += inspect.cleandoc(parser.description or "") + "\n"
         rows = [
             (_flag(action), formatter._expand_help(action) if action.help else "")
-            for action in found._actions
+            for action in parser._actions
             if not isinstance(action, argparse._HelpAction)
         ]
         text += "\n" + _table(("argument", "meaning"), rows) if rows else ""
@@ -101,10 +95,10 @@ def metrics() -> str:
         "in `eval/` the field of `eval.by`, such as `/source=svamp`, to tasks with that value. In\n"
         "a warm-up step the metrics of `train/` are called `warmup/`.\n"
     )
-    for area, words in AREAS.items():
+    for area, words in yaml.safe_load(DESCRIPTIONS.read_text())["areas"].items():
         rows = [
-            (f"`{name}`", found.unit, found.text)
-            for name, found in METRICS.items()
+            (f"`{name}`", *description)
+            for name, description in metric_descriptions().items()
             if name.startswith(f"{area}/")
         ]
         text += f"\n## `{area}/`\n\n{words}\n\n" + _table(("metric", "unit", "meaning"), rows)
@@ -154,7 +148,8 @@ def failures() -> str:
         "file and line as the detail. It is the infrastructure's failure if the exception is a\n"
         "connection error of a client library.\n\n"
     )
-    rows = [(f"`{name}`", *found) for name, found in REASONS.items()]
+    reasons = yaml.safe_load((PACKAGE / "rollouts/reasons.yaml").read_text())
+    rows = [(f"`{name}`", *texts.values()) for name, texts in reasons.items()]
     text += _table(("reason", "failed by", "what happened", "what to do"), rows)
     text += (
         "\n## Of a call\n\n"
@@ -162,19 +157,26 @@ def failures() -> str:
         "above are the infrastructure's: if no retry is answered, the whole rollout is tried\n"
         "again.\n\n"
     )
-    rows = [(str(status), f"`{code}`", words) for code, (status, words) in CODES.items()]
+    codes = yaml.safe_load((PACKAGE / "gateway/error_codes.yaml").read_text())
+    rows = [
+        (str(status), f"`{code}`", words)
+        for status, texts in codes.items()
+        for code, words in texts.items()
+    ]
     return text + _table(("status", "code", "meaning"), rows)
 
 
 def troubleshooting() -> str:
     """Return the page of what to do if a run does not learn, with where its rows come from."""
+    signs = yaml.safe_load((PACKAGE / "cli/commands/troubleshooting.yaml").read_text())
     text = (
-        f"# {signs.TITLE}\n\n{signs.INTRODUCTION} "
+        f"# {signs['title']}\n\n{signs['introduction']} "
         "[Metrics](../reference/metrics.md) explains the names.\n"
         f"`lightning-jax help troubleshooting` prints the rows. {NOTE}"
     )
-    for title, rows in signs.SECTIONS.items():
-        text += f"\n## {title}\n\n" + _table(signs.COLUMNS, rows)
+    heads = ("what you see", "what it means", "what to do")
+    for title, rows in signs["sections"].items():
+        text += f"\n## {title}\n\n" + _table(heads, [tuple(row.values()) for row in rows])
     return text + "\n## Where these rows come from\n\n" + _table(("row", "seen in"), EVIDENCE)
 
 

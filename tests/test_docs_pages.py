@@ -26,8 +26,8 @@ from docs_pages import (
 from omegaconf import OmegaConf
 
 import lightning_jax as lj
-from lightning_jax.cli.main import _parser
-from lightning_jax.cli.runtime import parse
+from lightning_jax.cli.command import SettingsCommand
+from lightning_jax.cli.main import parse
 from lightning_jax.settings import load_config
 from lightning_jax.train.config import Config
 
@@ -73,11 +73,10 @@ def test_command_exists(
     rest = rest[: rest.index(">")] if ">" in rest else rest
     if program == "lightning-jax" and rest != ["COMMAND", "--help"] and rest != ["--version"]:
         try:
-            arguments = parse(_parser(), rest)
+            command = parse(rest)
         except SystemExit:
             pytest.fail(capsys.readouterr().err)
-        if hasattr(arguments, "settings"):
-            _check_settings(getattr(arguments, "config", None), arguments.settings)
+        _check_settings(getattr(command, "config", None), getattr(command, "settings", []))
     elif program == "make":
         targets = [word for word in rest if "=" not in word]
         makefile = text("Makefile")
@@ -91,8 +90,9 @@ def test_command_exists(
     elif program == "python" and rest and rest[0].startswith(("experiments", "benchmarks", "docs")):
         assert (ROOT / rest[0]).is_file()
         if rest[0].startswith("experiments") and "import argparse" not in text(rest[0]):
-            arguments = parse(_parser(), ["train", *rest[1:]])
-            _check_settings(arguments.config, arguments.settings)
+            command = parse(["train", *rest[1:]])
+            assert isinstance(command, SettingsCommand)
+            _check_settings(command.config, command.settings)
     if program in ABSENT or any(map(NEEDS_ABSENT.search, words)):
         assert reason, f"{page} has to say why {words} is not run"
 

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from lightning_jax.gateway.error_codes import CODES
 from lightning_jax.loading import load_function
-from lightning_jax.rollouts.reasons import REASONS
-from lightning_jax.train.metric_descriptions import AREAS, METRICS, describe
+from lightning_jax.train.curves import DESCRIPTIONS, describe, metric_descriptions
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_jax"
+METRICS = metric_descriptions()
+CODES = yaml.safe_load((PACKAGE / "gateway/error_codes.yaml").read_text())
+REASONS = yaml.safe_load((PACKAGE / "rollouts/reasons.yaml").read_text())
 METRIC = re.compile(r"(eval|rollout|train|serve|time)/[a-z][a-z0-9_]*")
 # Gauges and totals of the server, which a row of metrics does not have, and prefixes.
 NOT_IN_ROWS = re.compile(
@@ -63,7 +65,7 @@ def test_every_error_code_of_the_gateway_is_listed() -> None:
         index = {"_too_many": 0, "invalid": 2}.get(kind, 1)
         if len(call.args) > index and isinstance(code := call.args[index], ast.Constant):
             codes.add(str(code.value))
-    assert len(codes) > 15 and codes - set(CODES) == set()
+    assert len(codes) > 15 and codes - set().union(*CODES.values()) == set()
 
 
 def test_every_reason_that_the_runner_gives_is_listed() -> None:
@@ -74,17 +76,16 @@ def test_every_reason_that_the_runner_gives_is_listed() -> None:
     }
     program = ast.parse((PACKAGE / "rollouts/agents/program.py").read_text())
     given |= {node.name for node in program.body if isinstance(node, ast.ClassDef) and node.bases}
-    given |= {code for code, (status, _) in CODES.items() if status >= 500}
+    given |= {code for status, texts in CODES.items() for code in texts if status >= 500}
     given.discard("not_open")  # refuses to begin a rollout
     assert len(given) > 10 and given - set(REASONS) == set()
 
 
 def _strings() -> Iterator[str]:
     for path in PACKAGE.rglob("*.py"):
-        if path.name != "metric_descriptions.py":
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield node.value
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
 
 
 def _calls(room: str, names: set[str]) -> Iterator[ast.Call]:
@@ -95,4 +96,5 @@ def _calls(room: str, names: set[str]) -> Iterator[ast.Call]:
 
 
 def test_the_page_has_all_areas_of_metrics():
-    assert {name.partition("/")[0] for name in METRICS} == {*AREAS}
+    areas = yaml.safe_load(DESCRIPTIONS.read_text())["areas"]
+    assert {name.partition("/")[0] for name in METRICS} == {*areas}

@@ -31,8 +31,14 @@ ROOMS = (
 # Inner rooms and loose modules of a room, also from bottom to top.
 INNER_ROOMS = {
     "rollouts": (
-        *("config", "reasons", "agents", "workers", "rewards", "results"),
+        *("config", "agents", "workers", "rewards", "results"),
         *("conditions", "deadlines", "servers", "runner", "collect"),
+    ),
+    "gateway": (
+        *("errors", "fields", "request"),
+        "prompt",
+        *("answer", "metrics"),
+        *("dialects", "sessions", "calls", "http", "app"),
     ),
 }
 

@@ -99,7 +99,7 @@ def test_command_prints_what_is_promised(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lightning_jax.cli.main.stop_on_sigterm", lambda: None)
+    monkeypatch.setattr("lightning_jax.cli.commands.train.stop_on_sigterm", lambda: None)
     Path("own.yaml").write_text("agent: {command: sh}\n")
     save_hf(tmp_path / "model", tiny_model(num_layers=1))
     command, code = PRINTED[name]

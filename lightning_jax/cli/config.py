@@ -1,9 +1,6 @@
 """Settings of `lightning-jax serve`."""
 
-import argparse
-import json
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import ModelConfig
@@ -23,22 +20,3 @@ class ServerConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, record=(self.record != "", "the name of a file"))
-
-
-def add_chat_template(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that set the model's chat template and its variables."""
-    template = "Jinja file to use instead of the model's own chat template"
-    parser.add_argument("--chat-template", metavar="FILE", help=template)
-    values = """the template's variables, such as '{"enable_thinking": false}'"""
-    flag = "--chat-template-kwargs"
-    parser.add_argument(flag, metavar="JSON", type=_json_object, default={}, help=values)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return found

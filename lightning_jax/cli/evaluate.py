@@ -4,11 +4,11 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from lightning_jax.cli.policy_command import EvalArguments
 from lightning_jax.rollouts.results.compare_tasks import Rewards, compare_tasks
 from lightning_jax.rollouts.results.failures import FailureWatch
 from lightning_jax.rollouts.results.metrics import split_by
@@ -36,38 +36,26 @@ from lightning_jax.train.task_files import read_tasks
 from lightning_jax.types import Rollout, Task
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Tasks to score a policy on, and what to do with the results."""
-
-    tasks: str = "dev"  # dev, train, or a file
-    limit: int | None = None  # None: `eval.num_tasks`, or all tasks of a file
-    repeats: int = 1
-    is_sampled: bool = False
-    save: Path | None = None  # a .jsonl file
-    compare: Path | None = None  # saved results, or a run directory
-
-
-def evaluate(config: Config, source: PolicySource, evaluation: Evaluation) -> None:
+def evaluate(config: Config, source: PolicySource, command: EvalArguments) -> None:
     """Score the policy and print a table.
 
     Raises UserError if the settings, the tasks or the earlier results are unusable, or if the agent
     failed everywhere.
     """
     console, started = Console(highlight=False), time.monotonic()
-    _check_save(evaluation.save)
+    _check_save(command.save)
     label, source = source.label(config), source.with_fixed_path()
-    save = evaluation.save and evaluation.save.absolute()
-    before = read_rewards(evaluation.compare) if evaluation.compare else None
-    tasks = select_tasks(config, evaluation)
+    save = command.save and command.save.absolute()
+    before = read_rewards(command.compare) if command.compare else None
+    tasks = select_tasks(config, command)
     how = "sampled as the agent asks" if source.server else "greedy"
-    if evaluation.is_sampled and source.server is None:
+    if command.sampled and source.server is None:
         how = "sampled as in training"
-    repeats = f" x {evaluation.repeats}" * (evaluation.repeats > 1)
-    what = f"{len(tasks)}{repeats} tasks ({evaluation.tasks}), {how}"
+    repeats = f" x {command.repeats}" * (command.repeats > 1)
+    what = f"{len(tasks)}{repeats} tasks ({command.tasks}), {how}"
     console.print(f"{label} on {what}", markup=False, soft_wrap=True)
     with closing(TemporaryStore()) as store:
-        rollouts = asyncio.run(_rollouts(config, source, store, tasks, evaluation))
+        rollouts = asyncio.run(_rollouts(config, source, store, tasks, command))
         FailureWatch(store).observe(rollouts, "the evaluation")
         calls = count_calls(store, rollouts)
         _print_results(console, config, store, tasks, rollouts, calls)
@@ -75,7 +63,7 @@ def evaluate(config: Config, source: PolicySource, evaluation: Evaluation) -> No
     console.print(f"{time.monotonic() - started:.0f} s")
     if save is not None:
         write_results(save, results)
-        console.print(f"saved in {evaluation.save}", markup=False, soft_wrap=True)
+        console.print(f"saved in {command.save}", markup=False, soft_wrap=True)
     if before is not None:
         name, rewards = before
         after: Rewards = {result.id: result.rewards for result in results}
@@ -84,14 +72,14 @@ def evaluate(config: Config, source: PolicySource, evaluation: Evaluation) -> No
         console.print("", as_terminal(grid, console.width), sep="\n")
 
 
-def select_tasks(config: Config, evaluation: Evaluation) -> list[Task]:
+def select_tasks(config: Config, command: EvalArguments) -> list[Task]:
     """Return the tasks to run, evenly spaced. By default they are those that a run evaluates."""
-    if evaluation.tasks not in ("dev", "train"):
-        tasks = read_tasks(Path(evaluation.tasks))
-        return evenly_spaced(tasks, evaluation.limit or len(tasks))
+    if command.tasks not in ("dev", "train"):
+        tasks = read_tasks(Path(command.tasks))
+        return evenly_spaced(tasks, command.limit or len(tasks))
     train_tasks, dev_tasks = load_tasks(config)
-    tasks = dev_tasks if evaluation.tasks == "dev" else train_tasks
-    return evenly_spaced(tasks, evaluation.limit or config.eval.num_tasks or len(tasks))
+    tasks = dev_tasks if command.tasks == "dev" else train_tasks
+    return evenly_spaced(tasks, command.limit or config.eval.num_tasks or len(tasks))
 
 
 def _check_save(path: Path | None) -> None:
@@ -110,11 +98,11 @@ async def _rollouts(
     source: PolicySource,
     store: Store,
     tasks: Sequence[Task],
-    evaluation: Evaluation,
+    command: EvalArguments,
 ) -> list[Rollout]:
-    phase = "train" if evaluation.is_sampled else "eval"
+    phase = "train" if command.sampled else "eval"
     async with open_runner(config, source, store, tasks) as runner:
-        return await run_tasks(runner, tasks, phase, 0, evaluation.repeats)
+        return await run_tasks(runner, tasks, phase, 0, command.repeats)
 
 
 def _print_results(

@@ -1,6 +1,5 @@
 """`lightning-jax rescore`: rewards of a run's stored rollouts by other components."""
 
-import argparse
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -8,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 from rich.console import Console
 
@@ -66,11 +66,14 @@ def train_rescored(
     run_dir: Path,
     config: Config,
     scored: tuple[Config, list[list[Pair]]],
-    arguments: argparse.Namespace,
+    *,
+    phase: str,
+    num_steps: int | None,
+    start: Literal["policy", "model"],
 ) -> None:
     """Train on the rescored rollouts, and print what came out.
 
-    `arguments` has `phase`, `steps` and `start`. Raises UserError if nothing can be learned.
+    Raises UserError if nothing can be learned.
     """
     from lightning_jax.train.offline import learn_from_rewards
 
@@ -80,9 +83,9 @@ def train_rescored(
         run_dir,
         config,
         {rollout.rollout_id: rollout for rollout in rollouts},
-        phase=arguments.phase,
-        num_steps=arguments.steps,
-        start=arguments.start,
+        phase=phase,
+        num_steps=num_steps,
+        start=start,
     )
     updates = sum(row.get("train/num_updates", 0.0) for row in rows)
     if not updates:

@@ -1,6 +1,5 @@
 """Helpers of the `lightning-jax` command. Imports nothing heavy."""
 
-import argparse
 import asyncio
 import errno
 import hashlib
@@ -10,69 +9,17 @@ import platform
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, get_args
 
-from annotated_types import Ge, Le
-
-from lightning_jax.errors import UserError
-from lightning_jax.schema import describe, is_allowed
 from lightning_jax.system.signals import handle_stop_signals
-
-Index = Annotated[int, Ge(0), Le(2**31 - 1)]
-Limit = Annotated[int, Ge(1), Le(2**31 - 1)]
-Port = Annotated[int, Ge(0), Le(65535)]
 
 STOPPED = "stopped; run the same command to resume from the last checkpoint"
 
 log = logging.getLogger(__name__)
-
-
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add files and settings, which `settings_layers` reads."""
-    parser.add_argument("--config", metavar="FILE", help="the same as FILE before all others")
-    parser.add_argument(
-        "settings",
-        nargs="*",
-        metavar="FILE|key=value",
-        help="YAML files and settings; later values override earlier ones (default: config.yaml)",
-    )
-
-
-def settings_layers(arguments: argparse.Namespace, folder: Path = Path()) -> list[str]:
-    """Return the files and settings of a command line, lowest first.
-
-    If the command line names no file, the config.yaml in `folder`, if there is one, comes first.
-    Raises UserError if nothing is left.
-    """
-    layers = [arguments.config] * (arguments.config is not None) + arguments.settings
-    has_file = any("=" not in layer or Path(layer).is_file() for layer in layers)
-    default = folder / "config.yaml"
-    if not has_file and default.is_file():
-        layers = [str(default), *layers]
-    if not layers:
-        raise UserError(
-            f"there is no {default}; pass FILE, or change to the directory that has it.",
-            reason="missing",
-            key="FILE",
-        )
-    return layers
-
-
-def number_of(hint: Any) -> Callable[[str], int | float]:
-    """Return a parser of numbers that a type such as `Limit` allows, for `add_argument`."""
-
-    def number(text: str) -> int | float:
-        value = get_args(hint)[0](text)
-        if not is_allowed(value, hint):
-            raise argparse.ArgumentTypeError(f"{text} is out of range; expected {describe(hint)}")
-        return value
-
-    return number
 
 
 def installed_version(distribution: str) -> str | None:
@@ -81,16 +28,6 @@ def installed_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Call `parse_args`, but accept settings on both sides of `--config`."""
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and (not hasattr(arguments, "settings") or any(word.startswith("-") for word in rest)):
-        getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        arguments.settings += rest
-    return arguments
 
 
 def stop_on_sigterm() -> None:
@@ -173,7 +110,8 @@ def keep_compiled() -> None:
     Programs of any size are kept, so that a second start compiles nothing. The cache takes little
     space: SmolLM2's programs take 0.2 MB each.
     """
-    if _jax_setting("jax_compilation_cache_dir") is not None:
+    jax, name = sys.modules.get("jax"), "jax_compilation_cache_dir"
+    if (getattr(jax.config, name) if jax else os.environ.get(name.upper())) is not None:
         return
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "lightning_jax" / f"compiled-{_machine()}"
@@ -185,13 +123,8 @@ def keep_compiled() -> None:
     if not writable:
         log.info("%s is not writable; programs are compiled again at every start", folder)
         return
-    _set_in_jax("jax_compilation_cache_dir", str(folder))
+    _set_in_jax(name, str(folder))
     _set_in_jax("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def _jax_setting(name: str) -> str | None:
-    jax = sys.modules.get("jax")
-    return getattr(jax.config, name) if jax else os.environ.get(name.upper())
 
 
 def _set_in_jax(name: str, value: float | str) -> None:

@@ -12,7 +12,7 @@ import jax
 from lightning_jax.cli.config import ServerConfig
 from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.http import check_address
+from lightning_jax.gateway.http.server import check_address
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import load_configured
 from lightning_jax.models.precision import resolve_dtype

@@ -48,17 +48,17 @@ def train_and_report(
     dev_tasks: Sequence[Task],
     *,
     has_page: bool = False,
-    shown: Path | None = None,
+    label: Path | None = None,
 ) -> int:
     """Train to the end, resuming if the run has begun, and print the evaluations.
 
-    With `has_page` the run's server shows the live page. `shown` is the run directory as the user
+    With `has_page` the run's server shows the live page. `label` is the run directory as the user
     wrote it, by default that of the settings.
     Return the exit code: 1 if no step with rollouts changed the weights, else 0.
     """
     directory = Path(config.run_dir).absolute()
-    shown = shown or Path(config.run_dir)
-    print(f"run directory: {shown}", flush=True)
+    label = label or Path(config.run_dir)
+    print(f"run directory: {label}", flush=True)
     try:
         rows = asyncio.run(_train(config, train_tasks, dev_tasks, page_of if has_page else None))
     except asyncio.CancelledError:
@@ -74,9 +74,9 @@ def train_and_report(
         print("\n" + learned)
     with closing(Store(directory / STORE)) as store:
         print("\n" + failure_table(store))
-    print("\n" + checkpoint_line(directory, config.checkpoint.keep, shown))
-    policy, run = shlex.quote(str(shown / "policy")), shlex.quote(str(shown))
-    print(f"curves: {shown / 'curves.png'}   policy: {shown / 'policy'}")
+    print("\n" + checkpoint_line(directory, config.checkpoint.keep, label))
+    policy, run = shlex.quote(str(label / "policy")), shlex.quote(str(label))
+    print(f"curves: {label / 'curves.png'}   policy: {label / 'policy'}")
     print(f"next: lightning-jax view {run}       # every rollout; `runs` lists all runs")
     if is_untrained(rows):
         print(f"error: {NOTHING_TRAINED}; {TROUBLESHOOTING}", file=sys.stderr)

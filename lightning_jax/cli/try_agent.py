@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.rule import Rule
 
+from lightning_jax.cli.policy_command import TryArguments
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.settings import ConfigError, save_config
 from lightning_jax.studio.evaluation import learning_notes
@@ -31,20 +32,11 @@ from lightning_jax.types import Rollout, Task
 MAX_TASK_CHARS = 400
 
 
-def try_agent(
-    config: Config,
-    source: PolicySource,
-    *,
-    task: str | None,
-    num_attempts: int,
-    is_greedy: bool,
-    record: Path | None,
-    chars: int,
-) -> int:
+def try_agent(config: Config, source: PolicySource, command: TryArguments) -> int:
     """Run the agent on one task and print each rollout. Return 0 if all attempts are scored.
 
-    The rollouts are kept only with `record`, the path of a store. Raises UserError if the settings,
-    the task or the policy are unusable.
+    The rollouts are kept only with `--record`. Raises UserError if the settings, the task or the
+    policy are unusable.
     """
     console = Console(highlight=False)
     # A failure is what the user wants to see, at once.
@@ -52,35 +44,36 @@ def try_agent(
     agent = replace(config.agent, workers=0, remote_workers=False)  # starts sooner
     config = replace(config, rollout=rollout, agent=agent)
     label, source = source.label(config), source.with_fixed_path()
-    path = record and record.absolute()
-    found = find_task(config, task)
+    path = command.record and command.record.absolute()
+    task = find_task(config, command.task)
     agent = " ".join(config.agent.command or [str(config.agent.function)])
-    shown = cut(printable(json.dumps(found, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
-    _say(console, f"{agent} on task {printable(found['id'])} with {label}: {shown}")
+    text = cut(printable(json.dumps(task, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
+    _say(console, f"{agent} on task {printable(task['id'])} with {label}: {text}")
     with closing(TemporaryStore() if path is None else Store(path)) as store:
-        phase = "eval" if is_greedy else "train"
+        phase, number = "eval" if command.greedy else "train", command.num_attempts
         step = store.next_step(phase)
         rollouts, tokenizer = asyncio.run(
-            _attempts(config, source, store, found, phase=phase, step=step, number=num_attempts)
+            _attempts(config, source, store, task, phase=phase, step=step, number=number)
         )
         reader = RunReader(
-            Path(store.path), store, config=config, tokenizer=tokenizer, has_credit=num_attempts > 1
+            Path(store.path), store, config=config, tokenizer=tokenizer, has_credit=number > 1
         )
-        for number, done in enumerate(rollouts):
-            if number:
+        for index, done in enumerate(rollouts):
+            if index:
                 console.print(Rule(style="dim"))
-            console.print(render_rollout(reader.rollout(done.rollout_id), console.width, chars))
-        if num_attempts > 1:
+            view = reader.rollout(done.rollout_id)
+            console.print(render_rollout(view, console.width, command.chars))
+        if number > 1:
             console.print(Rule(style="dim"))
-            view = reader.run(phase=phase, step=step, limit=num_attempts)
+            view = reader.run(phase=phase, step=step, limit=number)
             console.print(render_run(view, console.width))
         pairs = [(done, store.spans(done.rollout_id)) for done in rollouts]
         usage = usage_of(pairs, config, is_remote_policy=source.server is not None)
-        for line in _summary(store, rollouts, is_greedy) + need_lines(usage, config):
+        for line in _summary(store, rollouts, command.greedy) + need_lines(usage, config):
             _say(console, line)
     if path is not None:
         save_config(config, recorded_settings(path))
-        quoted = shlex.quote(str(record))
+        quoted = shlex.quote(str(command.record))
         _say(console, f"recorded; show it again with: lightning-jax view {quoted} ROLLOUT")
     return 0 if all(done.status == "scored" for done in rollouts) else 1
 

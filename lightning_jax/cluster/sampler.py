@@ -15,8 +15,8 @@ from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
-from lightning_jax.gateway.routing import Routing
-from lightning_jax.gateway.waits import Lost
+from lightning_jax.gateway.calls.routing import Routing
+from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.sharding import serving_mesh

@@ -18,9 +18,9 @@ from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.cluster.sampler import SamplerSpec
 from lightning_jax.cluster.weights import Sent, on_host
 from lightning_jax.gateway.app import RolloutSettings, Traffic
+from lightning_jax.gateway.calls.remote import RemoteEngine
 from lightning_jax.gateway.metrics import PRESENT
-from lightning_jax.gateway.remote import RemoteEngine
-from lightning_jax.gateway.waits import Lost
+from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.models.formats.param_names import Path
 from lightning_jax.models.transformer import Params
 from lightning_jax.rollouts.servers import OpenedRollout

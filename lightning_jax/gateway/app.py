@@ -15,14 +15,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
-from lightning_jax.gateway.activity import Activity
-from lightning_jax.gateway.auth import Callers
+from lightning_jax.gateway.calls.offload import Offload
+from lightning_jax.gateway.calls.remote import RemoteEngine
+from lightning_jax.gateway.calls.responder import PolicyLoop, Responder
+from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing
 from lightning_jax.gateway.errors import ApiError, GatewayError, to_api_error
-from lightning_jax.gateway.feedback import Reports
-from lightning_jax.gateway.handler import CallHandler
-from lightning_jax.gateway.http import (
+from lightning_jax.gateway.http.auth import Callers
+from lightning_jax.gateway.http.handler import CallHandler
+from lightning_jax.gateway.http.server import (
     Bodies,
     listen,
     local_url,
@@ -30,18 +32,20 @@ from lightning_jax.gateway.http import (
     reachable_url,
     refusal,
 )
-from lightning_jax.gateway.leases import LeaseQueue
+from lightning_jax.gateway.http.work_routes import WorkRoutes
 from lightning_jax.gateway.metrics import Meters
-from lightning_jax.gateway.offload import Offload
 from lightning_jax.gateway.prompt.habits import habits_of
 from lightning_jax.gateway.prompt.tool_formats import format_of
-from lightning_jax.gateway.remote import RemoteEngine
 from lightning_jax.gateway.request import POLICY
-from lightning_jax.gateway.responder import PolicyLoop, Responder
-from lightning_jax.gateway.routing import Routing
-from lightning_jax.gateway.sessions import OpenRollouts, RolloutSettings, Traffic
-from lightning_jax.gateway.waits import Lost, counted_for
-from lightning_jax.gateway.work_routes import WorkRoutes
+from lightning_jax.gateway.sessions.feedback import Reports
+from lightning_jax.gateway.sessions.leases import LeaseQueue
+from lightning_jax.gateway.sessions.open_rollouts import (
+    Activity,
+    OpenRollouts,
+    RolloutSettings,
+    Traffic,
+)
+from lightning_jax.gateway.sessions.waits import Lost, counted_for
 from lightning_jax.system.clock import PausableClock
 from lightning_jax.traces import otlp
 from lightning_jax.traces.context import OpenSpan
@@ -247,7 +251,7 @@ class Gateway:
         """Answer a listing of the first dialect whose header the request has, or else of the first
         dialect.
         """
-        named = [found for found in listings if found[1].header in request.headers]
+        named = [entry for entry in listings if entry[1].header in request.headers]
         dialect, listing = next(iter(named), listings[0])
         try:
             rollout = self._callers.admit(request, dialect)
@@ -316,9 +320,8 @@ async def _to_page(request: web.Request) -> web.Response:
 
 
 def _listings() -> dict[tuple[str, str], list[tuple[Dialect, Listing]]]:
-    """Return the listings of each method and path."""
-    found: dict[tuple[str, str], list[tuple[Dialect, Listing]]] = {}
+    listings: dict[tuple[str, str], list[tuple[Dialect, Listing]]] = {}
     for dialect in DIALECTS:
         for listing in dialect.listings:
-            found.setdefault((listing.method, listing.path), []).append((dialect, listing))
-    return found
+            listings.setdefault((listing.method, listing.path), []).append((dialect, listing))
+    return listings

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_jax.gateway.waits import Lost
+from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.system.clock import PausableClock
 
 TICK_S = 0.5  # in which a stall is noticed, and a lost server

@@ -24,8 +24,8 @@ from typing import Any
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway, RolloutSettings
-from lightning_jax.gateway.sessions import derive_seed
-from lightning_jax.gateway.waits import Lost
+from lightning_jax.gateway.sessions.open_rollouts import derive_seed
+from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.rollouts.agents.functions import Agent, end_agent, ended_outcome, run_agent
 from lightning_jax.rollouts.agents.outcome import (
     DEADLINE,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
-from lightning_jax.gateway.waits import Lost
+from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.traces.context import OpenSpan
 from lightning_jax.types import LLM
 

@@ -9,7 +9,7 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.slots import SlotPrograms
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.routing import Routing
+from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.traces.store import Store

@@ -15,11 +15,8 @@ from lightning_jax.system.files import create_private
 from lightning_jax.system.text import in_one_line
 
 SCHEMA_VERSION = 11
+OLDEST_VERSION = 4  # of release 0.1.0
 _VERSION = "PRAGMA user_version"
-METRICS_COLUMN = "metrics TEXT NOT NULL DEFAULT '{}'"  # since version 2
-# Since version 3. 1: of another run; 2: of a failed run, which repeats them when it resumes.
-SUPERSEDED_COLUMN = "superseded INTEGER NOT NULL DEFAULT 0"
-SEQUENCE_COLUMN = "sequence INTEGER"  # since version 4; NULL in spans of older stores
 TASK_COLUMN = "task TEXT NOT NULL DEFAULT '{}'"  # since version 5: fields of the task, as texts
 # Since version 7: rewards by component, and what judges wrote about them.
 COMPONENTS_COLUMN = "components TEXT NOT NULL DEFAULT '{}'"
@@ -38,8 +35,9 @@ CREATE TABLE IF NOT EXISTS rollouts (
     reward REAL,
     reason TEXT,
     detail TEXT,
-    {METRICS_COLUMN},
-    {SUPERSEDED_COLUMN},
+    metrics TEXT NOT NULL DEFAULT '{{}}',
+    -- 1: of another run; 2: of a failed run, which repeats them when it resumes.
+    superseded INTEGER NOT NULL DEFAULT 0,
     {TASK_COLUMN},
     {COMPONENTS_COLUMN},
     {REASONS_COLUMN},
@@ -57,9 +55,8 @@ CREATE TABLE IF NOT EXISTS spans (
     end_ns INTEGER NOT NULL,
     attributes TEXT NOT NULL,
     error TEXT,
-    {SEQUENCE_COLUMN}
+    sequence INTEGER -- NULL in spans of a store that began before version 4
 );
-DROP INDEX IF EXISTS spans_by_rollout;
 CREATE INDEX IF NOT EXISTS spans_by_sequence ON spans (rollout_id, sequence);
 -- Ids are unique within a rollout: one rollout cannot take another's by using them first. In stores
 -- that began before version 4 the table's own key (trace_id, span_id) is unique as well.
@@ -182,10 +179,10 @@ def _read_only(path: Path) -> sqlite3.Connection:
 
 
 def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
-    if not 0 <= version <= SCHEMA_VERSION:
+    if version and not OLDEST_VERSION <= version <= SCHEMA_VERSION:
         raise StoreError(
-            f"store {path} has schema version {version}; expected {SCHEMA_VERSION}. "
-            "Use another run_dir, or the release that wrote it.",
+            f"store {path} has schema version {version}; expected {OLDEST_VERSION} to "
+            f"{SCHEMA_VERSION}. Use another run_dir, or the release that wrote it.",
             reason="unsupported",
             key="user_version",
         )
@@ -193,9 +190,6 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
     # A killed process loses nothing. A power cut may lose the last moments.
     db.execute("PRAGMA synchronous=NORMAL")
     for since, table, column in (
-        (2, "rollouts", METRICS_COLUMN),
-        (3, "rollouts", SUPERSEDED_COLUMN),
-        (4, "spans", SEQUENCE_COLUMN),
         (5, "rollouts", TASK_COLUMN),
         (7, "rollouts", COMPONENTS_COLUMN),
         (7, "rollouts", REASONS_COLUMN),

@@ -7,11 +7,12 @@ removed from their spans.
 import base64
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from google.protobuf import json_format
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -33,9 +34,6 @@ MAX_ATTRIBUTES = 1_024  # for a span; SDKs keep 128 by default
 MAX_SPAN_CHARS = 2**20  # for a span's keys and values together; a number counts as 8
 MAX_SPANS = 2_048  # in one request; SDKs send 512
 MAX_SPAN_BYTES = 2**22  # for one span as protobuf, since parsing holds the interpreter lock
-MAX_COUNTED = 50_000  # spans in a request; later ones are dropped without being counted
-# Field numbers of resource_spans, scope_spans and spans.
-_TO_SPANS = (1, 2, 2)
 _URL_SAFE = str.maketrans("-_", "+/")  # base64 comes with either alphabet
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
@@ -46,7 +44,7 @@ class Export:
 
     spans: tuple[Span, ...]
     sizes: tuple[int, ...]  # bytes of each span in the store
-    num_excess: int = 0  # lower bound on spans not read because they are too many or too large
+    num_excess: int = 0  # spans not read because they are too many or too large
     num_dropped_attributes: int = 0  # total for all spans; each span holds its own number
 
 
@@ -61,12 +59,12 @@ def read_request(body: bytes | Mapping[str, Any]) -> Export:
     try:
         if isinstance(body, bytes):
             # Parse one span at a time, because the C parser does not release the interpreter lock.
-            for raw in _nested(memoryview(body), _TO_SPANS):
-                num_spans += 1
-                if num_spans == MAX_COUNTED:
-                    break
-                if len(sent) < MAX_SPANS and len(raw) <= MAX_SPAN_BYTES:
-                    sent.append(OtlpSpan.FromString(bytes(raw)))
+            for resource in filter(None, _envelope(body).first):
+                for scope in filter(None, _envelope(resource).second):
+                    raw_spans = _envelope(scope).second
+                    num_spans += len(raw_spans)
+                    fitting = (raw for raw in raw_spans if len(raw) <= MAX_SPAN_BYTES)
+                    sent += map(OtlpSpan.FromString, islice(fitting, MAX_SPANS - len(sent)))
         else:
             request = ExportTraceServiceRequest()
             json_format.ParseDict(_as_protobuf_json(body), request, ignore_unknown_fields=True)
@@ -96,43 +94,21 @@ def stored_size(span: Span) -> int:
     return len(attributes.encode()) + len(span.name.encode()) + len((span.error or "").encode())
 
 
-def _nested(message: memoryview, path: Sequence[int]) -> Iterator[memoryview]:
-    """Yield the unparsed fields under a path of field numbers in a protobuf message."""
-    if not path:
-        yield message
-        return
-    at = 0
-    while at < len(message):
-        tag, at = _varint(message, at)
-        match tag & 7:
-            case 0:
-                _, at = _varint(message, at)
-            case 1:
-                at += 8
-            case 2:
-                size, at = _varint(message, at)
-                if tag >> 3 == path[0] and at + size <= len(message):
-                    yield from _nested(message[at : at + size], path[1:])
-                at += size
-            case 5:
-                at += 4
-            case kind:
-                raise ValueError(f"wire type {kind} at byte {at}")
-    if at > len(message):
-        raise ValueError(f"a field extends {at - len(message)} bytes past the end of its message")
+def _make_envelope() -> type[Any]:
+    """Return a class of messages whose fields 1 and 2 are repeated and stay unparsed."""
+    field = descriptor_pb2.FieldDescriptorProto
+    fields = [
+        field(name=name, number=number, type=field.TYPE_BYTES, label=field.LABEL_REPEATED)
+        for number, name in enumerate(("first", "second"), start=1)
+    ]
+    message = descriptor_pb2.DescriptorProto(name="Envelope", field=fields)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(descriptor_pb2.FileDescriptorProto(name="envelope.proto", message_type=[message]))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Envelope"))
 
 
-def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """Return the number that starts at an offset, and the offset of its end."""
-    number = 0
-    for shift in range(0, 70, 7):
-        if at >= len(message):
-            break
-        number |= (message[at] & 0x7F) << shift
-        at += 1
-        if message[at - 1] < 0x80:
-            return number, at
-    raise ValueError(f"a number does not end at byte {at}")
+# Reader of a request (1: resource_spans), of a resource (2: scope_spans) and a scope (2: spans).
+_envelope = _make_envelope().FromString
 
 
 def write_response(

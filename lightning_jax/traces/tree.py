@@ -5,16 +5,18 @@ Frameworks use names from OpenTelemetry's GenAI conventions or from OpenInferenc
 """
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from lightning_jax.traces import attributes
-from lightning_jax.traces.forest import Forest
 from lightning_jax.types import Span
 
 AGENT_NAMES = (attributes.AGENT, attributes.AGENT_NAME, "agent.name", "graph.node.id")
 TOOL_OUTPUTS = (attributes.TOOL_RESULT, attributes.OUTPUT)
+MAX_DEPTH = 100  # spans above a call or a tool that relate them; agents may send one long chain
 
 
 def from_gateway(span: Span) -> bool:
@@ -107,12 +109,26 @@ class Agents:
 def causes(spans: Sequence[Span]) -> list[tuple[Span, Span | None]]:
     """Return each tool run with the call that requested it, or None if no call had ended.
 
-    It is the last call that had ended when the tool began, if possible below the same parent.
-    Sub-agents run in parallel, and each has its own calls.
+    It is the last call that had ended when the tool began, if possible below the same parent, or
+    else below the next span above both, up to MAX_DEPTH. Sub-agents run in parallel, and each has
+    its own calls.
     """
-    tools = [span for span in spans if is_tool(span)]
-    calls = [span for span in spans if _holds_tokens(span)]
-    return list(zip(tools, Forest(spans).latest(calls, tools), strict=True))
+    by_id = {span.span_id: span for span in spans}
+    calls = sorted(filter(_holds_tokens, spans), key=lambda call: call.end_ns)
+    below: dict[str, list[Span]] = defaultdict(list)  # calls at or below each span, by their end
+    for call in calls:
+        for ancestor in islice(ancestors(call, by_id), MAX_DEPTH):
+            below[ancestor.span_id].append(call)
+
+    def cause(tool: Span) -> Span | None:
+        above = [span.span_id for span in islice(ancestors(tool, by_id), 1, MAX_DEPTH)]
+        for candidates in (*(below[span_id] for span_id in above if span_id in below), calls):
+            number = bisect_right(candidates, tool.start_ns, key=lambda call: call.end_ns)
+            if number:
+                return candidates[number - 1]
+        return None
+
+    return [(span, cause(span)) for span in spans if is_tool(span)]
 
 
 def _holds_tokens(span: Span) -> bool:

@@ -1,14 +1,21 @@
-"""Plot of a run's metrics: first what a user asks, then the internals of the training."""
+"""Plot of a run's metrics: first what a user asks, then the internals of the training.
 
+`metric_descriptions.yaml` explains each metric.
+"""
+
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
 from lightning_jax.system.files import replacing
-from lightning_jax.train.metric_descriptions import describe
 
+DESCRIPTIONS = Path(__file__).with_name("metric_descriptions.yaml")
+PLACEHOLDERS = {"NAME": r".+", "REASON": r"[a-z0-9_]+"}
 Rows = Sequence[Mapping[str, float | int]]
 
 COLUMNS = 4
@@ -17,6 +24,46 @@ MAX_AGENT_PANELS = 8  # numbers that the agent returned
 SAMPLED_PER_S = "sampled by the step's time"  # a curve that no metric has
 BACKGROUND = "#f1f3f5"  # of the internals
 WARMUP = "#e7ecf1"  # background of its steps
+
+
+class Description(NamedTuple):
+    """Unit and meaning of a metric."""
+
+    unit: str
+    text: str
+
+
+@cache
+def metric_descriptions() -> dict[str, Description]:
+    """Return all descriptions. NAME and REASON in a metric stand for any name and reason."""
+    texts = yaml.safe_load(DESCRIPTIONS.read_text())["metrics"]
+    return {name: Description(*text.split(": ", 1)) for name, text in texts.items()}
+
+
+def describe(name: str) -> Description | None:
+    """Return the description of a metric in a row, or None if there is none.
+
+    A metric of one agent, policy or task field, such as `eval/reward_mean/source=svamp`, has the
+    description of the whole. A warm-up's `warmup/` metrics have those of `train/`.
+    """
+    area, _, rest = name.partition("/")
+    area = "train" if area == "warmup" else area
+    for whole in (name, f"{area}/{rest.split('/', 1)[0]}", f"{area}/{rest}"):
+        keys = [whole, *(key for key, pattern in _patterns() if pattern.fullmatch(whole))]
+        for key in keys:
+            if description := metric_descriptions().get(key):
+                return description
+    return None
+
+
+@cache
+def _patterns() -> list[tuple[str, re.Pattern[str]]]:
+    """Return the metrics with a placeholder as patterns, the longest first."""
+    return [
+        (key, re.compile(re.sub("|".join(PLACEHOLDERS), lambda word: PLACEHOLDERS[word[0]], key)))
+        for key in sorted(metric_descriptions(), key=len, reverse=True)
+        if any(word in key for word in PLACEHOLDERS)
+    ]
 
 
 class Panel(NamedTuple):
@@ -29,8 +76,8 @@ class Panel(NamedTuple):
 
     @property
     def explanation(self) -> str:
-        found = describe(self.metrics[0])
-        return self.text or (found.text if found else "")
+        description = describe(self.metrics[0])
+        return self.text or (description.text if description else "")
 
 
 RESULTS = (

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_jax.errors import InvalidValue
+from lightning_jax.gateway.calls.routing import Routing, read_traits
 from lightning_jax.gateway.prompt.habits import habits_of
-from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render
+from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render_prompt
 from lightning_jax.gateway.prompt.tool_formats import (
     THOUGHT_MARKS,
     ToolFormat,
     format_of,
     open_thought,
 )
-from lightning_jax.gateway.routing import Routing, read_traits
 from lightning_jax.models.config import policy_indices
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.batching import make_supervised_sequences
@@ -79,7 +79,7 @@ def _turns(
         if message.plain["role"] != "assistant":
             continue
         try:
-            prompt = render(
+            prompt = render_prompt(
                 plain[:index],
                 conversation.tools,
                 tokenizer,

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import brief
-from lightning_jax.gateway.work_messages import EXPIRED, EndFields, OpenFields
+from lightning_jax.gateway.sessions.work_messages import EXPIRED, EndFields, OpenFields
 from lightning_jax.rl.staleness import newest_version
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, group_id
 from lightning_jax.rollouts.workers.external import HUNG_UP, ExternalAgents

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, TypeVar
 
-from lightning_jax.gateway.sessions import derive_seed
+from lightning_jax.gateway.sessions.open_rollouts import derive_seed
 from lightning_jax.rollouts.agents.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.rollouts.config import PROMPT
 from lightning_jax.rollouts.results.compare_tasks import compare_tasks

@@ -11,7 +11,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.remote import RemoteEngine, remote_routing
+from lightning_jax.gateway.calls.remote import RemoteEngine, remote_routing
 from lightning_jax.models.formats.load import LoadedModel, load_configured, load_like
 from lightning_jax.models.lora import merged, overlay, trained_part
 from lightning_jax.models.sharding import serving_mesh

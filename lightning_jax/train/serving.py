@@ -22,8 +22,8 @@ from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.http import is_exposed
-from lightning_jax.gateway.routing import Routing
+from lightning_jax.gateway.calls.routing import Routing
+from lightning_jax.gateway.http.server import is_exposed
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.sharding import serving_mesh
 from lightning_jax.models.transformer import Params

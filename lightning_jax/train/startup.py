@@ -14,9 +14,9 @@ from aiohttp import web
 from filelock import FileLock, Timeout
 
 from lightning_jax.engine.engine import Engine
-from lightning_jax.gateway.activity import ReadActivity
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.http import local_url
+from lightning_jax.gateway.http.server import local_url
+from lightning_jax.gateway.sessions.open_rollouts import ReadActivity
 from lightning_jax.models.config import AUTO
 from lightning_jax.models.formats.load import LoadedModel, load_configured
 from lightning_jax.models.lora import adapted

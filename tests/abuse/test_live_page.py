@@ -8,7 +8,7 @@ from aiohttp import ClientSession
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import Gateway, RolloutSettings
-from lightning_jax.gateway.remote import RemoteEngine
+from lightning_jax.gateway.calls.remote import RemoteEngine
 from lightning_jax.studio.live.server import page_of
 from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import SETTINGS, STORE

@@ -98,7 +98,7 @@ def test_a_full_device_is_told_in_one_sentence(
         jnp.zeros(2**45, jnp.uint8)
         return 0
 
-    monkeypatch.setattr("lightning_jax.cli.main.run_runs", allocate)
+    monkeypatch.setattr("lightning_jax.cli.commands.runs.Runs.run", allocate)
     assert main(["runs"]) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("error: a device has too little free memory (Out of memory")

@@ -16,7 +16,7 @@ from lightning_jax.cluster.sampler import Sampler, SamplerSpec
 from lightning_jax.cluster.weights import on_host
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import RolloutSettings
-from lightning_jax.gateway.routing import Routing
+from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store

@@ -13,7 +13,7 @@ from gateway_bench import Bench, Connect, MakeBench
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.slots import SlotPrograms
-from lightning_jax.gateway.routing import Routing
+from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.testing.service import run_service

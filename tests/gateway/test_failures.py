@@ -18,9 +18,9 @@ from log_events import records
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.app import Gateway, GatewayError
-from lightning_jax.gateway.feedback import Reports
-from lightning_jax.gateway.http import check_exposure
-from lightning_jax.gateway.streaming import EventStream
+from lightning_jax.gateway.http.handler import EventStream
+from lightning_jax.gateway.http.server import check_exposure
+from lightning_jax.gateway.sessions.feedback import Reports
 from lightning_jax.traces import attributes
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.types import Rollout

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, ValidationError
 
 from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Sender
+from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import (
     MAX_INT32,
@@ -23,7 +24,6 @@ from lightning_jax.gateway.fields import (
     harmless,
     read,
 )
-from lightning_jax.gateway.saved_responses import SavedConversations
 
 
 class Cat(Fields):

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 from gateway_bench import Bench, Connect, MakeBench
 
+from lightning_jax.gateway.calls.responder import Responder
 from lightning_jax.gateway.dialects import openai_chat
-from lightning_jax.gateway.responder import Responder
 
 BODY: dict[str, Any] = {
     "model": "policy",

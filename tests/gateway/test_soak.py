@@ -17,7 +17,7 @@ import psutil
 import pytest
 from gateway_bench import Bench, MakeBench
 
-from lightning_jax.gateway import retries
+from lightning_jax.gateway.sessions import running_calls
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "20"))
 AGENTS = 100
@@ -102,7 +102,7 @@ async def _watch(until: float) -> list[float]:
 
 @pytest.mark.slow
 async def test_nothing_leaks(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "RETRY_GRACE_S", 0.2)
+    monkeypatch.setattr(running_calls, "RETRY_GRACE_S", 0.2)
     async with make_bench(max_queue=4 * AGENTS) as bench:
         tally, threads = _Tally(), threading.active_count()
         until = time.monotonic() + 60 * MINUTES

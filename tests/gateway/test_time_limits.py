@@ -11,8 +11,8 @@ import pytest
 from gateway_bench import Bench, Connect
 from slow_engine import SlowEngine
 
-from lightning_jax.gateway import sessions
 from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.sessions import open_rollouts
 from lightning_jax.traces import attributes
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.traces.store import Store
@@ -179,7 +179,7 @@ async def test_deadline_ends_calls_that_decode_and_refuses_later_ones(slow: Benc
 async def test_late_call_that_no_engine_ends_is_infrastructure(
     slow: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "EXPIRE_S", 0.1)
+    monkeypatch.setattr(open_rollouts, "EXPIRE_S", 0.1)
     engine: Any = slow.loop
     late = asyncio.create_task(slow.post(_chat(), base=slow.rollout().base_url))
     await _until_decoding(engine)

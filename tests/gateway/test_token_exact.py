@@ -9,7 +9,12 @@ from templates import TEMPLATES, tokenizer_with
 
 from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
-from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, Rendered, render
+from lightning_jax.gateway.prompt.render import (
+    ConversationMemory,
+    Generated,
+    Rendered,
+    render_prompt,
+)
 from lightning_jax.gateway.prompt.tool_calls import ToolCallParser
 from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of
 from lightning_jax.models.tokenizer import Tokenizer
@@ -84,7 +89,7 @@ def test_unchanged_conversations_extend_token_for_token(name: str, seed: int) ->
         tools = TOOLS if rng.random() < 0.8 else None
         kwargs = rng.choice([None, {"enable_thinking": False}, {"enable_thinking": True}])
         for _ in range(rng.randrange(2, 6)):
-            prompt = render(messages, tools, tokenizer, memory, form, kwargs=kwargs)
+            prompt = render_prompt(messages, tools, tokenizer, memory, form, kwargs=kwargs)
             assert prompt.token_ids[: len(path)] == path
             assert prompt.breaks == 0
             ids = _sampled(rng, form, tokenizer)
@@ -110,7 +115,7 @@ def test_edited_and_dropped_history_forks(name: str) -> None:
     tokenizer = tokenizer_with(TEMPLATES[name])
     form, memory = format_of(tokenizer), ConversationMemory()
     first: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-    prompt = render(first, TOOLS, tokenizer, memory)
+    prompt = render_prompt(first, TOOLS, tokenizer, memory)
     ids = (*tokenizer.encode(form.write([("add", {"n": 1})]), special=False), *tokenizer.eos_ids)
     answer = _answer(prompt, ids, form, tokenizer.decode(ids))
     memory.add(answer.as_message(), Generated(prompt.token_ids, ids, prompt.history))
@@ -118,19 +123,19 @@ def test_edited_and_dropped_history_forks(name: str) -> None:
     (call,) = answer.tool_calls
     result = {"role": "tool", "tool_call_id": call.call_id, "content": "2"}
     turns = [*first, answer.as_message(), result]
-    assert render(turns, TOOLS, tokenizer, memory).token_ids[: len(path)] == path
+    assert render_prompt(turns, TOOLS, tokenizer, memory).token_ids[: len(path)] == path
 
     edited = json.loads(json.dumps(turns))
     edited[1]["tool_calls"][0]["function"]["arguments"] = '{"n": 3}'
-    forked = render(edited, TOOLS, tokenizer, memory)
+    forked = render_prompt(edited, TOOLS, tokenizer, memory)
     assert forked.token_ids[: len(path)] != path and forked.replayed == 0
 
     other_question = [{"role": "user", "content": "ho"}, *turns[1:]]
-    spliced = render(other_question, TOOLS, tokenizer, memory)
+    spliced = render_prompt(other_question, TOOLS, tokenizer, memory)
     assert spliced.token_ids[: len(path)] != path
     assert (spliced.replayed, spliced.breaks) == (1, 1)
 
-    other_tools = render(turns, TOOLS[:1], tokenizer, memory)
+    other_tools = render_prompt(turns, TOOLS[:1], tokenizer, memory)
     assert (other_tools.replayed, other_tools.breaks) == (1, 1)
 
 
@@ -139,14 +144,14 @@ def test_after_an_edit_the_unedited_beginning_is_kept() -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     paths = []
     for text in ("one ", "two "):
-        prompt = render(messages, None, tokenizer, memory)
+        prompt = render_prompt(messages, None, tokenizer, memory)
         ids = (*tokenizer.encode(text), *tokenizer.eos_ids)
         message = {"role": "assistant", "content": text}
         memory.add(message, Generated(prompt.token_ids, ids, prompt.history))
         paths.append(prompt.token_ids + ids)
         messages = [*messages, message, {"role": "user", "content": "go on"}]
     messages[2] = {"role": "user", "content": "something else"}
-    edited = render(messages, None, tokenizer, memory)
+    edited = render_prompt(messages, None, tokenizer, memory)
     assert edited.token_ids[: len(paths[0])] == paths[0]
     assert edited.token_ids[: len(paths[1])] != paths[1]
     assert (edited.replayed, edited.breaks) == (2, 1)

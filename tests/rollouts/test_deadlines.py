@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lightning_jax.gateway.waits import Lost
+from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.rollouts import deadlines
 from lightning_jax.rollouts.deadlines import DeadlineClock
 from lightning_jax.system.clock import PausableClock

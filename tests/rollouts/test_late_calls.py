@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from slow_engine import SlowEngine
 
-from lightning_jax.gateway import sessions
 from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.sessions import open_rollouts
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
@@ -99,7 +99,7 @@ async def test_rollout_that_only_waits_is_infrastructure(tmp_path: Path) -> None
 async def test_deadline_without_the_late_call_is_infrastructure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "EXPIRE_S", 0.1)
+    monkeypatch.setattr(open_rollouts, "EXPIRE_S", 0.1)
 
     async def agent(task: Task, llm: LLM) -> float:
         return float(await _call(llm, 1500))

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from lightning_jax.gateway.activity import ReadActivity
+from lightning_jax.gateway.sessions.open_rollouts import ReadActivity
 from lightning_jax.studio.live.catalog import Catalog
 from lightning_jax.studio.live.server import LiveServer
 from lightning_jax.studio.live.watch import Watch

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from view_records import add, conversation, make_run, rollout
 
+from lightning_jax.cli.commands.runs import View
 from lightning_jax.cli.main import main
 from lightning_jax.errors import UserError
 from lightning_jax.settings import load_config, save_config
-from lightning_jax.studio.command import show
 from lightning_jax.studio.load import EVALUATION, open_run
 from lightning_jax.traces._sqlite import StoreError
 from lightning_jax.traces.config import RewardRule, RoleConfig
@@ -43,9 +43,8 @@ def _fails(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1
 
 def _refused(run: Path, rollout_id: str | None = None, **settings: Any) -> tuple[str, str | None]:
     """Why there is nothing to show, and what is concerned."""
-    flags = {"phase": None, "step": None, "limit": 9, "chars": 99, "html": None} | settings
     with pytest.raises(UserError) as caught:
-        show(run, rollout_id, **flags)
+        View(run_dir=run, rollout_id=rollout_id, **settings).run()
     return caught.value.reason, caught.value.key
 
 
@@ -183,15 +182,9 @@ def test_a_run_that_goes_on_is_read_and_not_touched(tmp_path: Path) -> None:
 def test_the_store_of_an_older_release_stays_as_it_is(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with sqlite3.connect(run / "store.sqlite") as old:
-        old.execute("ALTER TABLE rollouts DROP COLUMN metrics")
-        old.execute("ALTER TABLE rollouts DROP COLUMN superseded")
-        old.execute("ALTER TABLE rollouts DROP COLUMN task")
-        old.execute("ALTER TABLE rollouts DROP COLUMN components")
-        old.execute("ALTER TABLE rollouts DROP COLUMN reasons")
-        old.execute("ALTER TABLE rollouts DROP COLUMN worker")
-        old.execute("DROP INDEX spans_by_sequence")
-        old.execute("ALTER TABLE spans DROP COLUMN sequence")
-        old.execute("PRAGMA user_version=1")
+        for column in ("task", "components", "reasons", "worker"):
+            old.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
+        old.execute("PRAGMA user_version=4")
     old.close()
     before = (run / "store.sqlite").read_bytes()
     with open_run(run) as reader:

@@ -10,7 +10,7 @@ import view_records as records
 from aiohttp import web
 from live_page import Live, live
 
-from lightning_jax.gateway.activity import Activity
+from lightning_jax.gateway.sessions.open_rollouts import Activity
 from lightning_jax.studio.live.lanes import BURST_S, Lane, Rate
 
 

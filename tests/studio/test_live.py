@@ -20,12 +20,12 @@ from aiohttp import ClientResponse, ClientSession
 from chromium import CHROMIUM, open_browser
 from live_page import live
 
-from lightning_jax.cli.main import WITHOUT_JAX, main
-from lightning_jax.cli.studio import run_studio
+from lightning_jax.cli.commands.studio import Studio
+from lightning_jax.cli.main import main
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.gateway.activity import Activity, RolloutActivity
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.remote import RemoteEngine
+from lightning_jax.gateway.calls.remote import RemoteEngine
+from lightning_jax.gateway.sessions.open_rollouts import Activity, RolloutActivity
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.live import answers, downloads
 from lightning_jax.studio.live.catalog import Catalog
@@ -576,7 +576,7 @@ assert "jax" not in sys.modules
 
 
 def test_answers_with_credit_need_no_jax(tmp_path: Path) -> None:
-    assert run_studio in WITHOUT_JAX
+    assert not Studio.needs_jax
     records.make_run(tmp_path)
     subprocess.run([sys.executable, "-c", WITHOUT_JAX_CODE, str(tmp_path)], check=True)
 

@@ -30,7 +30,6 @@ from lightning_jax.traces.store import (
     Store,
     TemporaryStore,
 )
-from lightning_jax.traces.tree import call_order
 from lightning_jax.types import Rollout, RolloutStatus, Span
 
 STATUSES = get_args(RolloutStatus)
@@ -311,31 +310,26 @@ def test_files_that_are_no_store_are_explained(tmp_path: Path) -> None:
         Store(tmp_path / "nowhere" / "store.sqlite")
     with raises_coded(StoreError, "not_opened", str(tmp_path)):
         Store(tmp_path)
-    future = tmp_path / "future.sqlite"
-    with sqlite3.connect(future) as db:
-        db.execute("PRAGMA user_version=99")
-    db.close()
-    with raises_coded(StoreError, "unsupported", "user_version") as caught:
-        Store(future)
-    assert "99" in str(caught.value)
+    for version in (3, 99):  # older than any release, and of a later one
+        other = tmp_path / "other.sqlite"
+        with contextlib.closing(sqlite3.connect(other)) as db:
+            db.execute(f"PRAGMA user_version={version}")
+        with raises_coded(StoreError, "unsupported", "user_version") as caught:
+            Store(other)
+        assert str(version) in str(caught.value)
 
 
-def test_a_store_of_version_1_gets_the_columns_that_it_lacks(tmp_path: Path) -> None:
+def test_a_store_of_release_0_1_0_gets_what_it_lacks(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     store = Store(path)
     store.add_rollout(QUEUED)
     store.close()
     with sqlite3.connect(path) as db:
-        db.execute("ALTER TABLE rollouts DROP COLUMN metrics")
-        db.execute("ALTER TABLE rollouts DROP COLUMN superseded")
-        db.execute("ALTER TABLE rollouts DROP COLUMN task")
-        db.execute("ALTER TABLE rollouts DROP COLUMN components")
-        db.execute("ALTER TABLE rollouts DROP COLUMN reasons")
-        db.execute(WITHOUT_WORKER)
-        db.execute("DROP TABLE judge_verdicts")
-        db.execute("DROP INDEX spans_by_sequence")
-        db.execute("ALTER TABLE spans DROP COLUMN sequence")
-        db.execute("PRAGMA user_version=1")
+        for column in ("task", "components", "reasons", "worker"):
+            db.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
+        for table in ("judge_verdicts", "step_groups", "external_groups", "dropped_groups"):
+            db.execute(f"DROP TABLE {table}")
+        db.execute("PRAGMA user_version=4")
     db.close()
     store = Store(path)
     assert store.rollout("r1") == QUEUED and store.task_fields("r1") == {}
@@ -374,25 +368,6 @@ def test_verdicts_of_version_8_are_taken_over(tmp_path: Path, read_only: bool) -
         store.close()
 
 
-VERSION_3 = """
-CREATE TABLE rollouts (
-    rollout_id TEXT PRIMARY KEY, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
-    phase TEXT NOT NULL, step INTEGER NOT NULL, place INTEGER NOT NULL, attempt INTEGER NOT NULL,
-    status TEXT NOT NULL, reward REAL, reason TEXT, detail TEXT,
-    metrics TEXT NOT NULL DEFAULT '{}', superseded INTEGER NOT NULL DEFAULT 0
-);
-CREATE TABLE spans (
-    span_id TEXT NOT NULL, trace_id TEXT NOT NULL, parent_span_id TEXT, rollout_id TEXT,
-    name TEXT NOT NULL, start_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
-    attributes TEXT NOT NULL, error TEXT, PRIMARY KEY (trace_id, span_id)
-);
-CREATE INDEX spans_by_rollout ON spans (rollout_id, start_ns);
-INSERT INTO spans VALUES ('b', 't', NULL, 'r1', 'second', 20, 30, '{}', NULL);
-INSERT INTO spans VALUES ('a', 't', NULL, 'r1', 'first', 10, 40, '{}', NULL);
-PRAGMA user_version=3;
-"""
-
-
 def test_the_fields_of_a_task_are_kept(store: Store) -> None:
     task = {"id": "t1", "question": "2+2?", "answer": 4, "hints": ["é", {"a": None}]}
     store.add_rollout(QUEUED, task)
@@ -402,22 +377,6 @@ def test_the_fields_of_a_task_are_kept(store: Store) -> None:
         "hints": '["é", {"a": null}]',
     }
     assert store.task_fields("no") == {}
-
-
-@pytest.mark.parametrize("read_only", [True, False])
-def test_spans_of_version_3_keep_their_order(tmp_path: Path, read_only: bool) -> None:
-    path = tmp_path / "store.sqlite"
-    with sqlite3.connect(path) as db:
-        db.executescript(VERSION_3)
-    db.close()
-    store = Store(path, read_only=read_only)
-    assert [span.name for span in store.spans("r1")] == ["first", "second"]
-    assert [span.name for span in sorted(store.spans("r1"), key=call_order)] == ["first", "second"]
-    if not read_only:
-        store.add_span("r1", replace(SPAN, name="third", start_ns=0, end_ns=1))
-        names = [span.name for span in sorted(store.spans("r1"), key=call_order)]
-        assert names == ["first", "second", "third"]
-    store.close()
 
 
 def test_the_sequence_goes_on_where_it_ended(tmp_path: Path) -> None:

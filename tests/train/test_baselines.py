@@ -15,7 +15,7 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.train import trainer
 from lightning_jax.train.baselines import baseline_metrics
 from lightning_jax.train.config import Config, EvalConfig
-from lightning_jax.train.metric_descriptions import describe
+from lightning_jax.train.curves import describe
 
 AGENTS = Path(__file__).parents[2] / "agents"
 SOURCE = """

@@ -10,12 +10,12 @@ from lightning_jax.train.curves import (
     MAX_AGENT_PANELS,
     RESULTS,
     SAMPLED_PER_S,
+    describe,
     panels_of,
     plot_curves,
     smoothed,
     warmup_steps,
 )
-from lightning_jax.train.metric_descriptions import describe
 
 
 def test_the_picture_holds_the_curves(tmp_path: Path) -> None:

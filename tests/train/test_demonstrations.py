@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from coded import raises_coded
 
-from lightning_jax.gateway.prompt.render import render
+from lightning_jax.gateway.calls.routing import Routing
+from lightning_jax.gateway.prompt.render import render_prompt
 from lightning_jax.gateway.prompt.tool_formats import format_of
-from lightning_jax.gateway.routing import Routing
 from lightning_jax.models.config import PolicyConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
@@ -146,7 +146,7 @@ def test_a_demonstrated_tool_call_is_written_as_the_model_would() -> None:
     written = f"so{form.write([('f', {'a': 1})])}"
     assert list(first.response_token_ids) == tokenizer.encode(written) + end
     assert written == 'so<tool_call>[{"name": "f", "arguments": {"a": 1}}]</tool_call>'
-    prompt = render(conversation["messages"][:1], [tool], tokenizer)
+    prompt = render_prompt(conversation["messages"][:1], [tool], tokenizer)
     assert first.prompt_token_ids == prompt.token_ids
     assert '"name": "f"' in tokenizer.decode(list(first.prompt_token_ids))
     # The second prompt continues the first response, token for token.

@@ -20,7 +20,7 @@ from coded import raises_coded
 from log_events import records
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.gateway import leases
+from lightning_jax.gateway.sessions import leases
 from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig

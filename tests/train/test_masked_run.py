@@ -13,7 +13,7 @@ from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.train import trainer
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
-from lightning_jax.train.metric_descriptions import describe
+from lightning_jax.train.curves import describe
 from lightning_jax.types import LLM, Task
 
 pytestmark = pytest.mark.slow

@@ -30,9 +30,9 @@ from lightning_jax.train.chosen_prompts import (
     write_chosen,
 )
 from lightning_jax.train.config import Config
+from lightning_jax.train.curves import describe
 from lightning_jax.train.gepa_search import check_measured
 from lightning_jax.train.inference import evaluate
-from lightning_jax.train.metric_descriptions import describe
 from lightning_jax.train.metrics import read_metrics
 from lightning_jax.train.prompt_search import is_due
 from lightning_jax.types import LLM, Prompts, Rollout, Task

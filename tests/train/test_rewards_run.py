@@ -24,8 +24,7 @@ from lightning_jax.traces.store import Store
 from lightning_jax.train import trainer
 from lightning_jax.train.check import check_agent
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
-from lightning_jax.train.curves import panels_of
-from lightning_jax.train.metric_descriptions import describe
+from lightning_jax.train.curves import describe, panels_of
 from lightning_jax.types import Rollout, RolloutStatus, Task
 
 pytestmark = pytest.mark.slow

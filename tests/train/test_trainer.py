@@ -47,8 +47,7 @@ from lightning_jax.train.config import (
     MetricsConfig,
     WarmupConfig,
 )
-from lightning_jax.train.curves import plot_curves
-from lightning_jax.train.metric_descriptions import describe
+from lightning_jax.train.curves import describe, plot_curves
 from lightning_jax.train.metrics import read_metrics
 from lightning_jax.train.monitors import FiniteWatch, NotFinite
 from lightning_jax.train.run import Run

@@ -61,7 +61,7 @@ def _is_plain(call_id: str, spans: Mapping[str, Span]) -> bool:
 
 
 def with_known_weights(
-    calls: Sequence[StoredCall], known: Set[int]
+    calls: Sequence[StoredCall], versions: Set[int]
 ) -> tuple[list[StoredCall], dict[str, int]]:
     """Return the calls whose weights version is known, and the number of other calls by reason.
 
@@ -72,7 +72,7 @@ def with_known_weights(
     reasons: Counter[str] = Counter()
     for call in calls:
         used = set(call.transition.policy_versions)
-        if not used <= known:
+        if not used <= versions:
             reasons["weights_not_kept"] += 1
         elif len(used) > 1:
             reasons["weights_changed_during_the_call"] += 1

@@ -37,10 +37,10 @@ class VersionReport:
 
     def differences(self, kind: str) -> Float64[np.ndarray, " T"]:
         """Return the absolute differences of all tokens, in nats."""
-        found = [
+        differences = [
             comparison.differences for comparison in self.comparisons if comparison.kind == kind
         ]
-        return np.concatenate(found) if found else np.zeros(0)
+        return np.concatenate(differences) if differences else np.zeros(0)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,12 @@ class Report:
     @property
     def off(self) -> list[Comparison]:
         """Comparisons with a token beyond the tolerance, worst first."""
-        found = [comparison for version in self.versions for comparison in version.comparisons]
-        off = [comparison for comparison in found if comparison.differences.max() > self.tolerance]
+        off = [
+            comparison
+            for version in self.versions
+            for comparison in version.comparisons
+            if comparison.differences.max() > self.tolerance
+        ]
         return sorted(off, key=lambda comparison: -comparison.differences.max())
 
 
@@ -63,18 +67,19 @@ def as_text(report: Report) -> str:
     """Format the report as a table, then the calls that are off."""
     columns = ("version", "calls", "tokens", "max diff", "mean diff", "share off", "sampling max")
     lines = [" ".join(f"{name:>12}" for name in columns) + "  weights"]
-    for found in report.versions:
-        behavior, sampling = found.differences("behavior"), found.differences("sampling")
+    for version_report in report.versions:
+        behavior = version_report.differences("behavior")
+        sampling = version_report.differences("sampling")
         cells = (
-            found.version,
-            sum(comparison.kind == "behavior" for comparison in found.comparisons),
+            version_report.version,
+            sum(comparison.kind == "behavior" for comparison in version_report.comparisons),
             behavior.size,
             f"{behavior.max():.2e}",
             f"{behavior.mean():.2e}",
             f"{(behavior > report.tolerance).mean():.3%}",
             f"{sampling.max():.2e}" if sampling.size else "-",
         )
-        lines.append(" ".join(f"{cell!s:>12}" for cell in cells) + f"  {found.weights}")
+        lines.append(" ".join(f"{cell!s:>12}" for cell in cells) + f"  {version_report.weights}")
     for reason, count in sorted(report.not_compared.items()):
         lines.append(f"not compared: {count} calls, {reason.replace('_', ' ')}")
     lines += [_sentence(comparison) for comparison in report.off[:NUM_NAMED]]

@@ -17,11 +17,14 @@ from lightning_jax.gateway.dialects.base import (
     MakeReply,
     Reply,
     Sender,
+    add_assistant,
+    arguments_of,
     model_listings,
     to_request,
+    tool_call,
 )
-from lightning_jax.gateway.dialects.messages import add_assistant, arguments_of, tool_call
 from lightning_jax.gateway.dialects.openai_fields import Format
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import (
     MAX_MESSAGES,
@@ -32,7 +35,6 @@ from lightning_jax.gateway.request import (
     PolicyRequest,
     ToolChoice,
 )
-from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.types import Message
 
 # Fields that change nothing here.
@@ -114,7 +116,7 @@ class Tool(fields.Fields):
     input_schema: JsonSchema
 
 
-class Choice(fields.Fields):
+class ToolChoiceBody(fields.Fields):
     type: Literal["auto", "any", "none", "tool"] | None = None
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -154,7 +156,7 @@ class MessagesBody(fields.Fields, extra="allow"):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     tools: Annotated[fields.Listed[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoiceBody | None = None
     output_config: OutputConfig | None = None
     thinking: ThinkingConfig | None = None
     output_format: Format | None = None  # clients of the beta before output_config send it
@@ -174,24 +176,20 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     return request, lambda context: MessagesReply(request, context)
 
 
-def _count_tokens(body: fields.Body, sender: Sender) -> Any:
-    return {"input_tokens": sender.count_tokens(_request(body, sender))}
-
-
 def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
-    asked = fields.read(MessagesBody, body)
-    check_unknown("anthropic", asked.model_extra, _IGNORED)
-    form = (asked.output_config and asked.output_config.format) or asked.output_format
-    choice, thinking = asked.tool_choice or Choice(), asked.thinking
+    payload = fields.read(MessagesBody, body)
+    check_unknown("anthropic", payload.model_extra, _IGNORED)
+    form = (payload.output_config and payload.output_config.format) or payload.output_format
+    choice, thinking = payload.tool_choice or ToolChoiceBody(), payload.thinking
     return to_request(
         "anthropic",
-        asked,
+        payload,
         sender,
         id_prefix="msg_",
-        messages=_messages(asked),
+        messages=_messages(payload),
         functions=tuple(
             Function(tool.name, tool.description or "", tool.input_schema)
-            for tool in asked.tools or ()
+            for tool in payload.tools or ()
         ),
         tool_choice=choice.tool_choice(),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
@@ -200,11 +198,11 @@ def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
     )
 
 
-def _messages(asked: MessagesBody) -> tuple[Message, ...]:
+def _messages(payload: MessagesBody) -> tuple[Message, ...]:
     messages: list[Message] = []
-    if asked.system:
-        messages.append({"role": "system", "content": _joined(asked.system)})
-    for turn in asked.messages:
+    if payload.system:
+        messages.append({"role": "system", "content": _joined(payload.system)})
+    for turn in payload.messages:
         if isinstance(turn, AssistantTurn):
             uses = [block for block in turn.content if isinstance(block, ToolUse)]
             calls = [tool_call(use.name, use.input, use.id) for use in uses]
@@ -318,8 +316,8 @@ def _models(entries: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _model_entry(name: str, sender: Sender) -> dict[str, str]:
-    known = {"type": "model", "id": name, "display_name": name, "lifecycle": "active"}
-    return {**known, "created_at": "1970-01-01T00:00:00Z"}  # the API's value for an unknown date
+    entry = {"type": "model", "id": name, "display_name": name, "lifecycle": "active"}
+    return {**entry, "created_at": "1970-01-01T00:00:00Z"}  # the API's value for an unknown date
 
 
 def _event(data: dict[str, Any]) -> Event:
@@ -337,7 +335,11 @@ ANTHROPIC = Dialect(
     parse=parse,
     framing=SSE,
     listings=(
-        Listing("POST", "/v1/messages/count_tokens", _count_tokens),
+        Listing(
+            "POST",
+            "/v1/messages/count_tokens",
+            lambda body, sender: {"input_tokens": sender.count_tokens(_request(body, sender))},
+        ),
         *model_listings("/v1/models", _model_entry, _models, "anthropic-version"),
     ),
     error=_error,

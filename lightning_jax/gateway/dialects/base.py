@@ -5,18 +5,21 @@ into a PolicyRequest and a Reply. The Reply turns Answers and Deltas into bodies
 """
 
 import glob
+import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
-from lightning_jax.gateway.answer import Answer, Delta
+from lightning_jax.gateway.answer import Answer, Delta, ToolCall
+from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import Body, Fields
 from lightning_jax.gateway.request import POLICY, PolicyRequest, agent_of, check_model
-from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.types import Message
 
 BYTES_PER_TOKEN = 16  # approximate size of a token or an alternative in an answer
 _literal = cache(glob.escape)
@@ -65,10 +68,10 @@ def to_request(dialect: str, fields: Fields, sender: Sender, **more: Any) -> Pol
     """
     values = {**vars(fields), **more}
     names = PolicyRequest.__dataclass_fields__
-    known = {name: value for name in names if (value := values.get(name)) is not None}
-    model = known.setdefault("model", "")
+    common = {name: value for name in names if (value := values.get(name)) is not None}
+    model = common.setdefault("model", "")
     agent = agent_of(model, sender.accepted, sender.headers, values.get("metadata"))
-    return PolicyRequest(dialect=dialect, agent=agent, **known)
+    return PolicyRequest(dialect=dialect, agent=agent, **common)
 
 
 @dataclass(frozen=True)
@@ -227,3 +230,49 @@ class Dialect:
     # Its names for fields of PolicyRequest or SamplingParams, if different.
     names: Mapping[str, str] = field(default_factory=dict)
     open_in_rollouts: bool = False  # its clients send no key, so a rollout's secret URL is enough
+
+
+def tool_call(name: str, arguments: dict[str, Any], call_id: str | None) -> Message:
+    """Return a call in an assistant's message. `call_id` is None if the dialect has none."""
+    written = json.dumps(arguments, ensure_ascii=False)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": written}}
+
+
+def add_assistant(
+    messages: list[Message], text: str, calls: Sequence[Message], thought: str = ""
+) -> None:
+    """Append to the assistant's turn, which may come in pieces, each as a separate message."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    turn = messages[-1]
+    turn["content"] += text
+    if thought:
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+    if calls:
+        turn["tool_calls"] = [*turn.get("tool_calls", ()), *calls]
+
+
+def whole_calls(answer: Answer) -> list[tuple[ToolCall, dict[str, Any]]]:
+    """Return the calls with their arguments.
+
+    A call that the token limit cut off is left out: clients would run it incompletely.
+    """
+    calls = [(call, arguments_of(call)) for call in answer.tool_calls]
+    return [(call, arguments) for call, arguments in calls if arguments is not None]
+
+
+def arguments_of(call: ToolCall) -> dict[str, Any] | None:
+    """Return the arguments as an object, or None if the token limit cut them off."""
+    try:
+        arguments = json.loads(
+            call.arguments or "{}", parse_float=_finite, parse_constant=lambda name: None
+        )
+    except ValueError:
+        return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+def _finite(text: str) -> float:
+    """Clamp a number such as 1e999, which JSON can write, since JSON cannot write infinity."""
+    largest = sys.float_info.max
+    return min(max(float(text), -largest), largest)

@@ -21,10 +21,13 @@ from lightning_jax.gateway.dialects.base import (
     MakeReply,
     Reply,
     Sender,
+    add_assistant,
     to_request,
+    tool_call,
+    whole_calls,
 )
-from lightning_jax.gateway.dialects.messages import add_assistant, tool_call, whole_calls
 from lightning_jax.gateway.dialects.openai_fields import TokenEntries, Tools, functions_of
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import (
     MAX_MESSAGES,
@@ -34,7 +37,6 @@ from lightning_jax.gateway.request import (
     PolicyRequest,
     check_model,
 )
-from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.types import Message
 
 _VERSION = "0.12.11"  # the release whose API this follows, the first with log-probabilities
@@ -117,17 +119,17 @@ def parse_chat(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeRe
 
 def parse_generate(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a generate body. Raise ApiError that names the first invalid field."""
-    asked = fields.read(GenerateBody, body)
-    if asked.raw and asked.system:
+    payload = fields.read(GenerateBody, body)
+    if payload.raw and payload.system:
         raise invalid(
             "system is set but raw is true; leave out one of them.", "system", reason="conflict"
         )
-    if asked.raw:
-        request = _request(asked, sender, prompts=(asked.prompt or "",))
+    if payload.raw:
+        request = _request(payload, sender, prompts=(payload.prompt or "",))
     else:
-        messages = [{"role": "system", "content": asked.system}] if asked.system else []
-        messages.append({"role": "user", "content": asked.prompt or ""})
-        request = _request(asked, sender, messages=tuple(messages))
+        messages = [{"role": "system", "content": payload.system}] if payload.system else []
+        messages.append({"role": "user", "content": payload.prompt or ""})
+        request = _request(payload, sender, messages=tuple(messages))
     return request, lambda context: OllamaReply(request, context, _generate_content)
 
 
@@ -264,14 +266,10 @@ def _running(body: fields.Body, sender: Sender) -> Any:
 
 
 def _show(body: fields.Body, sender: Sender) -> Any:
-    asked = fields.read(ShowBody, body)
-    check_model(asked.model or asked.name or "", sender.accepted)
+    payload = fields.read(ShowBody, body)
+    check_model(payload.model or payload.name or "", sender.accepted)
     shape = {"general.architecture": POLICY, f"{POLICY}.context_length": sender.max_len}
     return {"details": _DETAILS, "model_info": shape, "capabilities": ["completion", "tools"]}
-
-
-def _version(body: fields.Body, sender: Sender) -> Any:
-    return {"version": _VERSION}
 
 
 # Details of a weights file, which the policy does not have.
@@ -305,7 +303,7 @@ OLLAMA_CHAT = Dialect(
         Listing("GET", "/api/tags", _tags),
         Listing("GET", "/api/ps", _running),
         Listing("POST", "/api/show", _show),
-        Listing("GET", "/api/version", _version),
+        Listing("GET", "/api/version", lambda body, sender: {"version": _VERSION}),
     ),
     error=_error,
     error_event=_error_event,

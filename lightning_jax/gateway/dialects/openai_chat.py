@@ -27,9 +27,9 @@ from lightning_jax.gateway.dialects.openai_fields import (
     functions_of,
     template_kwargs,
 )
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import JsonSchema, PolicyRequest, ToolChoice
-from lightning_jax.gateway.unknown_fields import check_unknown
 
 
 def _tool_choice(choice: Any) -> ToolChoice | None:
@@ -160,11 +160,11 @@ class ChatReply(ChoicesReply):
         return TokenEntries(self.context.tokenizer, top, as_ids)
 
     def _token_fields(self, tokens: Any, entries: TokenEntries) -> dict[str, Any]:
-        shown = None
+        logprobs = None
         if self.request.logprobs:
-            shown = {"content": entries.write(tokens), "refusal": None}
+            logprobs = {"content": entries.write(tokens), "refusal": None}
         ids = {"token_ids": list(tokens.token_ids)} if self.request.return_token_ids else {}
-        return {"logprobs": shown, **ids}
+        return {"logprobs": logprobs, **ids}
 
 
 def _message(answer: Answer) -> dict[str, Any]:
@@ -185,15 +185,18 @@ def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _model_entry(name: str, sender: Sender) -> dict[str, str | int]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "lightning_jax"}
-
-
 CHAT = Dialect(
     name="chat",
     paths=("/v1/chat/completions",),
     parse=parse,
     listings=model_listings(
-        "/v1/models", _model_entry, lambda entries: {"object": "list", "data": entries}
+        "/v1/models",
+        lambda name, sender: {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "lightning_jax",
+        },
+        lambda entries: {"object": "list", "data": entries},
     ),
 )

@@ -29,9 +29,9 @@ from lightning_jax.gateway.dialects.openai_fields import (
     ChoicesReply,
     TokenEntries,
 )
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import invalid
 from lightning_jax.gateway.request import PolicyRequest
-from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -67,32 +67,33 @@ class CompletionsBody(ChoiceFields, extra="allow"):
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a completions body. Raise ApiError naming the first invalid field."""
-    asked = fields.read(CompletionsBody, body)
+    payload = fields.read(CompletionsBody, body)
     # An echoed prompt has its special tokens in any case.
-    shown = ("skip_special_tokens",) if asked.echo else ()
-    check_unknown("completions", asked.model_extra, (*IGNORED, *shown))
-    n, echo, logprobs = asked.num_choices or 1, bool(asked.echo), asked.top_logprobs is not None
-    if asked.best_of not in (None, n):
+    unused = ("skip_special_tokens",) if payload.echo else ()
+    check_unknown("completions", payload.model_extra, (*IGNORED, *unused))
+    n, echo = payload.num_choices or 1, bool(payload.echo)
+    logprobs = payload.top_logprobs is not None
+    if payload.best_of not in (None, n):
         raise invalid(
-            f"best_of is {fields.brief(asked.best_of)} but n is {n}; every sample is returned, so "
-            "set both to the same number.",
+            f"best_of is {fields.brief(payload.best_of)} but n is {n}; every sample is returned, "
+            "so set both to the same number.",
             "best_of",
             "unsupported_parameter",
             reason="unsupported",
         )
-    if echo and logprobs and asked.stream:
+    if echo and logprobs and payload.stream:
         raise invalid(
             "echo with logprobs cannot be streamed; set stream to false or leave out echo.",
             "echo",
             reason="conflict",
         )
-    include_usage = asked.include_usage()
+    include_usage = payload.include_usage()
     request = to_request(
         "completions",
-        asked,
+        payload,
         sender,
         id_prefix="cmpl-",
-        max_tokens=DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens,
+        max_tokens=DEFAULT_MAX_TOKENS if payload.max_tokens is None else payload.max_tokens,
         logprobs=logprobs,
         score_prompt=echo and logprobs,
     )
@@ -151,12 +152,12 @@ class _Transcript:
         name, added = pieces.name(token_id), pieces.at_start(token_id)
         if added == pieces.of(token_id):
             return name
-        shown = added.decode(errors="replace")
+        piece = added.decode(errors="replace")
         if top is not None:
-            if shown in top:  # another token has this name
+            if piece in top:  # another token has this name
                 return name
-            top[shown] = top.pop(name)
-        return shown
+            top[piece] = top.pop(name)
+        return piece
 
     def sampled(self, tokens: Completion | Chunk) -> dict[str, list[Any]]:
         entries = self._entries.write(tokens)

@@ -55,9 +55,9 @@ class OpenAIFields(SamplingFields):
     ignore_eos: bool | None = None
 
 
-def template_kwargs(given: dict[str, Any] | None, effort: Any) -> dict[str, Any]:
+def template_kwargs(variables: dict[str, Any] | None, effort: Any) -> dict[str, Any]:
     """Return variables for the chat template: those sent, and no thinking for effort "none"."""
-    return {**(NO_THINKING if effort == "none" else {}), **(given or {})}
+    return {**(NO_THINKING if effort == "none" else {}), **(variables or {})}
 
 
 class StreamOptions(Fields):

@@ -24,22 +24,21 @@ def parse_calls(
     if form.pythonic and text.startswith("[") and (calls := _python_calls(text)):
         return calls
     decoder = json.JSONDecoder()
-    found: list[Any] = []
+    values: list[Any] = []
     while text:
         try:
             value, end = decoder.raw_decode(text)
         except (ValueError, RecursionError):
             return []
-        found += value if isinstance(value, list) else [value]
-        if needs_arguments and not all(_has_arguments(value) for value in found):
+        values += value if isinstance(value, list) else [value]
+        if needs_arguments and not all(
+            isinstance(value, dict) and {"arguments", "parameters"} & value.keys()
+            for value in values
+        ):
             return []
         text = text[end:].lstrip(" \n\r\t;,")
-    calls = [_call(value) for value in found]
+    calls = [_call(value) for value in values]
     return [call for call in calls if call] if all(calls) else []
-
-
-def _has_arguments(value: Any) -> bool:
-    return isinstance(value, dict) and bool({"arguments", "parameters"} & value.keys())
 
 
 def _call(value: Any) -> tuple[str, str] | None:

@@ -1,7 +1,7 @@
 """Grammars for required outputs: a tool call, or an answer that follows a JSON schema."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_jax.engine.grammar import grammar, json_schema, literal, one_of, repeat, sequence
@@ -81,7 +81,7 @@ def grammar_of(request: PolicyRequest, form: ToolFormat, tokenizer: Tokenizer) -
         return grammar(_calls(request, form, tokenizer))
     if request.output_schema is None:
         return None
-    answer = json_schema(closed(request.output_schema) if request.output_schema else None)
+    answer = json_schema(closed_schema(request.output_schema) if request.output_schema else None)
     if may_call(request):
         return grammar(one_of(answer, _calls(request, form, tokenizer)))
     return grammar(answer)
@@ -102,19 +102,14 @@ def _calls(request: PolicyRequest, form: ToolFormat, tokenizer: Tokenizer) -> st
 
 def _call(function: Function, form: ToolFormat) -> str:
     head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
-    return sequence(literal(head), json_schema(_parameters(function)), literal("}"))
-
-
-def _parameters(function: Function) -> Mapping[str, Any]:
-    """Return the schema of the arguments, which are always an object."""
-    schema = function.parameters or {}
-    return closed(schema if schema.get("type") == "object" else {**schema, "type": "object"})
+    schema = {**(function.parameters or {}), "type": "object"}  # as arguments always are
+    return sequence(literal(head), json_schema(closed_schema(schema)), literal("}"))
 
 
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties")
 
 
-def closed(schema: Any) -> Any:
+def closed_schema(schema: Any) -> Any:
     """Return the schema with undeclared properties forbidden wherever it declares some.
 
     Everything that fits the result fits the schema. JSON Schema lets objects have properties of any

@@ -12,8 +12,8 @@ from lightning_jax.gateway.prompt.writing import (
     Tools,
     Writing,
     alternatives,
-    arrange,
-    dropped,
+    arrange_messages,
+    dropped_parts,
 )
 from lightning_jax.models.chat_template import TemplateError
 from lightning_jax.models.template_limits import LimitError
@@ -159,7 +159,7 @@ class _Trial:
                 text = self._text(messages, tools, writing)
             except TemplateError:
                 continue
-            if not dropped(messages, tools, text):
+            if not dropped_parts(messages, tools, text):
                 return writing
         self.lacks.append(what)
         return ways[-1]
@@ -167,24 +167,24 @@ class _Trial:
     def _text(
         self, messages: Sequence[Message], tools: Tools, writing: Writing, **options: Any
     ) -> str:
-        shown, given = arrange(messages, tools, self._form, writing)
-        return self._tokenizer.render_chat(shown, tools=given, **options)
+        turns, offer = arrange_messages(messages, tools, self._form, writing)
+        return self._tokenizer.render_chat(turns, tools=offer, **options)
 
     def thought(self, writing: Writing) -> tuple[str, str] | None:
         """Return the texts before and after a thought in the last message, if it is shown."""
         answer = {"role": "assistant", "content": "answer", "reasoning_content": "the-thought"}
         try:
-            asked = self._text([_USER], None, writing)
+            prompt = self._text([_USER], None, writing)
             whole = self._text([_USER, answer], None, writing, add_generation_prompt=False)
         except TemplateError:
             return None
-        before, found, after = whole.partition("the-thought")
-        pairs = zip(asked, before, strict=False)
+        before, thought, after = whole.partition("the-thought")
+        pairs = zip(prompt, before, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return (before[same:], after.partition("answer")[0]) if found else None
+        return (before[same:], after.partition("answer")[0]) if thought else None
 
 
-def written(
+def template_text(
     messages: Sequence[Message],
     tools: Tools,
     tokenizer: Tokenizer,
@@ -200,18 +200,18 @@ def written(
     tried: list[tuple[list[Message], Tools]] = []
     usual = habits_of(tokenizer).writing
     for way in (usual, *alternatives(usual)):
-        given = arrange(messages, tools, form, way)
-        if given in tried:
+        arrangement = arrange_messages(messages, tools, form, way)
+        if arrangement in tried:
             continue
-        tried.append(given)
+        tried.append(arrangement)
         try:
-            text = tokenizer.render_chat(given[0], tools=given[1], kwargs=kwargs)
+            text = tokenizer.render_chat(arrangement[0], tools=arrangement[1], kwargs=kwargs)
         except TemplateError as error:
             refusal = refusal or error
             if error.reason == "missing" or isinstance(error.__cause__, LimitError):
                 break
             continue
-        lost = dropped(messages, tools, text)
+        lost = dropped_parts(messages, tools, text)
         if not lost:
             return text
         refusal = refusal or TemplateError(

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_jax.engine.generation import PromptTooLong
-from lightning_jax.gateway.messages import normalize_message, normalize_messages
-from lightning_jax.gateway.prompt.habits import written
+from lightning_jax.gateway.prompt.habits import template_text
+from lightning_jax.gateway.prompt.messages import normalize_message, normalize_messages
 from lightning_jax.gateway.prompt.shield import Shield
 from lightning_jax.gateway.prompt.tool_formats import ToolFormat, format_of
 from lightning_jax.gateway.prompt.writing import Tools, without_thought
@@ -108,7 +108,11 @@ def _fingerprint(message: Message) -> str:
     text = without_thought(whole).strip() or whole.strip()
     if not calls:
         return (text or whole) and "text:" + text
-    parts = [[call.get("id"), _one_spelling(_plain_call(call))] for call in calls]
+    functions = [call["function"] for call in calls]
+    parts = [
+        [call.get("id"), _one_spelling((function["name"], function["arguments"] or {}))]
+        for call, function in zip(calls, functions, strict=True)
+    ]
     return "calls:" + json.dumps([text, parts], sort_keys=True)
 
 
@@ -128,11 +132,6 @@ def _without_call_ids(message: Message) -> Message:
     return message | {"tool_calls": [c | {"id": None} for c in calls]} if calls else message
 
 
-def _plain_call(call: Mapping[str, Any]) -> tuple[str, Any]:
-    function = call["function"]
-    return function["name"], function["arguments"] or {}
-
-
 @dataclass(frozen=True)
 class Rendered:
     """Rendered prompt, with the number of replayed responses and breaks."""
@@ -144,7 +143,7 @@ class Rendered:
     path: str = ""  # digest of the token ids
 
 
-def render(
+def render_prompt(
     messages: Sequence[Any],
     tools: Tools,
     tokenizer: Tokenizer,
@@ -164,34 +163,34 @@ def render(
     """
     plain = normalize_messages(messages)
     digests = _digests(plain, tools, kwargs)
-    known = {
-        index: found
+    replies = {
+        index: reply
         for index, message in enumerate(plain)
-        if memory and message["role"] == "assistant" and (found := memory.recall(message))
+        if memory and message["role"] == "assistant" and (reply := memory.recall(message))
     }
     form = form or format_of(tokenizer)
     # No text in the prompt contains these marks, because they have a hash of everything in it.
     shield = Shield(f"@@{digests[-1]}+", tokenizer, form)
-    shown, offers = shield.messages(plain), shield.tools(tools)
+    turns, offers = shield.messages(plain), shield.tools(tools)
     view = _View(tokenizer, offers, form, kwargs, shield if shield.hidden else None)
-    pieces, marked = _pieces(shown, view, tuple(known), f"@@{digests[-1]}-")
-    base = _resumed(known, digests)
+    pieces, marked = _pieces(turns, view, tuple(replies), f"@@{digests[-1]}-")
+    base = _resumed(replies, digests)
     if base is None or base[0] not in marked:  # or the template drops that message
         start, recorded = 0, None
     else:  # its prompt covers everything before it
         start, recorded = marked.index(base[0]), base[1]
     rest = pieces[start + (recorded is not None) :]
     check_length([shield.restored(piece) for piece in rest], tokenizer, max_len)
-    candidates = [known[index] for index in marked[start:]]
+    candidates = [replies[index] for index in marked[start:]]
     path, extends = _splice(pieces[start:], candidates, recorded, view)
-    replayed = set(marked) | {index for index in known if base and recorded and index < base[0]}
+    replayed = set(marked) | {index for index in replies if base and recorded and index < base[0]}
     # A response that comes back as another text starts a new path, as one that is dropped does.
     edited = memory is not None and any(
         message["role"] == "assistant" and _fingerprint(message) and memory.answered(digest)
         for index, (message, digest) in enumerate(zip(plain, digests, strict=False))
-        if index not in known
+        if index not in replies
     )
-    whole = extends and not edited and len(replayed) == len(known)
+    whole = extends and not edited and len(replayed) == len(replies)
     return Rendered(tuple(path.ids), len(replayed), int(not whole), digests[-1], path.digest)
 
 
@@ -217,7 +216,7 @@ class _View:
 
     def text(self, messages: Sequence[Message]) -> str:
         """Return the template's text, of which no message and no tool is lost."""
-        return written(messages, self.tools, self.tokenizer, self.form, self.kwargs)
+        return template_text(messages, self.tools, self.tokenizer, self.form, self.kwargs)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a piece of the template's text."""
@@ -239,13 +238,15 @@ def _digests(
     return digests
 
 
-def _resumed(known: Mapping[int, Recalled], digests: Sequence[str]) -> tuple[int, Generated] | None:
+def _resumed(
+    replies: Mapping[int, Recalled], digests: Sequence[str]
+) -> tuple[int, Generated] | None:
     """Return the latest recorded call that this conversation continues.
 
     It comes after the index of its response in the conversation.
     """
-    for index in sorted(known, reverse=True):
-        if generated := known[index].by_history.get(digests[index]):
+    for index in sorted(replies, reverse=True):
+        if generated := replies[index].by_history.get(digests[index]):
             return index, generated
     return None
 
@@ -258,21 +259,21 @@ def _pieces(
     A template may drop or rewrite a message, so that its mark is not found. Then the template gets
     the message's own text.
     """
-    wanted = set(replayed)
+    indices = set(replayed)
     marked = [
-        {"role": message["role"], "content": f"{mark}{index}@@"} if index in wanted else message
+        {"role": message["role"], "content": f"{mark}{index}@@"} if index in indices else message
         for index, message in enumerate(messages)
     ]
     text = view.text(marked)
-    found = list(_marks(text, mark))
-    counts = Counter(int(match[1]) for match in found)
+    marks = list(_marks(text, mark))
+    counts = Counter(int(match[1]) for match in marks)
     if not all(counts[index] == 1 for index in replayed):
         once = tuple(index for index in replayed if counts[index] == 1)
         return _pieces(messages, view, once, mark)
-    starts = [0, *(match.end() for match in found)]
-    ends = [*(match.start() - len(mark) for match in found), len(text)]
+    starts = [0, *(match.end() for match in marks)]
+    ends = [*(match.start() - len(mark) for match in marks), len(text)]
     pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
-    return pieces, [int(match[1]) for match in found]
+    return pieces, [int(match[1]) for match in marks]
 
 
 def _marks(text: str, mark: str) -> Iterator[re.Match[str]]:
@@ -315,10 +316,10 @@ def _splice(
     """
     path = _Path(view.encode(pieces[0]) if base is None else base.prompt_ids)
     extends = True
-    for index, (found, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
+    for index, (candidate, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
         # The same text may have been sampled as different ids. Prefer those sampled on this path.
-        here = base if base and index == 0 else found.by_path.get(path.digest)
-        chosen, extends = here or found.newest, here is not None
+        here = base if base and index == 0 else candidate.by_path.get(path.digest)
+        chosen, extends = here or candidate.newest, here is not None
         path.extend(chosen.token_ids)
         path.extend(_tail(chosen.token_ids[-1], view.encode(piece), view.tokenizer))
     return path, extends

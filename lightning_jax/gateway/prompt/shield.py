@@ -28,18 +28,17 @@ class Shield:
         """Return the messages with marks in their texts and in the arguments of their calls."""
         if self._special is None:
             return list(messages)
-        return [self._message(message) for message in messages]
+        return [
+            {
+                key: value if key == "role" else self._hide(value, message["role"] == "assistant")
+                for key, value in message.items()
+            }
+            for message in messages
+        ]
 
     def tools(self, tools: Tools) -> Tools:
         """Return the tools with marks in their descriptions and schemas."""
         return tools if self._special is None else self._hide(tools, of_assistant=False)
-
-    def _message(self, message: Message) -> Message:
-        of_assistant = message["role"] == "assistant"
-        return {
-            key: value if key == "role" else self._hide(value, of_assistant)
-            for key, value in message.items()
-        }
 
     @functools.cached_property
     def _of_assistants(self) -> set[str]:

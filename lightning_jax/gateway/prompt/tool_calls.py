@@ -117,29 +117,29 @@ class ToolCallParser:
 
     def _settle(self) -> Iterator[Piece]:
         """Decide about held text that no more text follows, at least about its beginning."""
-        held, self._held, inside, self._inside = self._held, "", self._inside, False
+        text, self._held, inside, self._inside = self._held, "", self._inside, False
         self._sought = 0
         if self._stream:
-            yield from self._stream.push(held)[0]
+            yield from self._stream.push(text)[0]
         elif self._guaranteed:
-            if self._begin.startswith(held) or _TAIL.sub("", held) in ("", *_starts(self._end)):
+            if self._begin.startswith(text) or self._end.startswith(_TAIL.sub("", text)):
                 return  # part of the marks
-            yield from self._text(self._lead + held)
+            yield from self._text(self._lead + text)
         elif inside:  # the closing mark is missing, or stands in what looks like a string
-            at = held.find(self._end)
-            if at < 0 or parse_calls(held, self._form):
-                yield from self._calls_or_text(held, self._lead + held)
+            at = text.find(self._end)
+            if at < 0 or parse_calls(text, self._form):
+                yield from self._calls_or_text(text, self._lead + text)
             else:
-                self._held = held
+                self._held = text
                 yield from self._close(at)
         elif self._thought_end:
-            yield TextPiece(held)
-        elif self._is_bare(held):
-            yield from self._calls_or_text(held, held)
-        elif self._may_be_unmarked(held):
-            yield from self._unmarked(held)
-        elif held.strip() or not self._after_call:
-            yield from self._text(held)
+            yield TextPiece(text)
+        elif self._is_bare(text):
+            yield from self._calls_or_text(text, text)
+        elif self._may_be_unmarked(text):
+            yield from self._unmarked(text)
+        elif text.strip() or not self._after_call:
+            yield from self._text(text)
 
     def _advance(self) -> Iterator[Piece]:
         while self._held:
@@ -166,54 +166,54 @@ class ToolCallParser:
 
     def _advance_thought(self) -> Iterator[Piece]:
         """Emit a thought up to its end, or up to the possible start of its closing mark."""
-        held, mark = self._held, self._thought_end
-        at = held.find(mark)
-        end = at + len(mark) if at >= 0 else len(held) - _overlap(held, mark)
+        text, mark = self._held, self._thought_end
+        at = text.find(mark)
+        end = at + len(mark) if at >= 0 else len(text) - _overlap(text, mark)
         if end:
-            yield TextPiece(held[:end])
-        self._held = held[end:]
+            yield TextPiece(text[:end])
+        self._held = text[end:]
         if at >= 0:
             self._thought_end, self._line_starts, self._after_call = "", True, False
 
     def _advance_outside(self) -> Iterator[Piece]:
         """Emit text up to an opening mark, or up to the possible start of one."""
-        held = self._held
-        if self._is_bare(held):
+        text = self._held
+        if self._is_bare(text):
             return
         at, mark = self._opening()
         if mark in self._marks:
-            yield from self._text(held[:at])
-            self._thought_end, self._held, self._sought = self._marks[mark], held[at:], 0
+            yield from self._text(text[:at])
+            self._thought_end, self._held, self._sought = self._marks[mark], text[at:], 0
         elif mark:
-            is_markup = self._after_call and not held[:at].strip()
-            self._lead, self._strings = held[: at + len(mark)] if is_markup else mark, JsonStrings()
+            is_markup = self._after_call and not text[:at].strip()
+            self._lead, self._strings = text[: at + len(mark)] if is_markup else mark, JsonStrings()
             if not is_markup:
-                yield from self._text(held[:at])
-            self._held, self._inside, self._sought = held[at + len(mark) :], True, 0
-        elif self._may_be_unmarked(held):
-            self._sought = max(0, len(held) - self._longest)
+                yield from self._text(text[:at])
+            self._held, self._inside, self._sought = text[at + len(mark) :], True, 0
+        elif self._may_be_unmarked(text):
+            self._sought = max(0, len(text) - self._longest)
         else:
             self._sought = 0
-            end = len(held) - max(_overlap(held, mark) for mark in (self._begin, *self._marks))
-            if held[:end].strip() or not self._after_call:  # blanks may be markup
-                self._held = held[end:]
-                yield from self._text(held[:end])
+            end = len(text) - max(_overlap(text, mark) for mark in (self._begin, *self._marks))
+            if text[:end].strip() or not self._after_call:  # blanks may be markup
+                self._held = text[end:]
+                yield from self._text(text[:end])
 
     def _opening(self) -> tuple[int, str]:
         """Return the place and text of the first opening mark. The text is "" without one."""
-        found = [(at, mark) for mark in self._marks if (at := self._thought_at(mark)) >= 0]
+        openings = [(at, mark) for mark in self._marks if (at := self._thought_at(mark)) >= 0]
         if self._begin and (at := self._held.find(self._begin, self._sought)) >= 0:
-            found.append((at, self._begin))
-        return min(found, default=(0, ""))
+            openings.append((at, self._begin))
+        return min(openings, default=(0, ""))
 
     def _thought_at(self, mark: str) -> int:
         """Return where the mark first stands at the start of a line, or -1."""
-        held, at = self._held, self._held.find(mark, self._sought)
+        text, at = self._held, self._held.find(mark, self._sought)
         while at >= 0:
-            _, is_broken, line = held[:at].rpartition("\n")
+            _, is_broken, line = text[:at].rpartition("\n")
             if (is_broken or self._line_starts) and not line.strip():
                 return at
-            at = held.find(mark, at + 1)
+            at = text.find(mark, at + 1)
         return -1
 
     def _advance_inside(self) -> Iterator[Piece]:
@@ -309,18 +309,14 @@ class ToolCallParser:
 _TAIL = re.compile(r"^[\s,;\]]+")  # of a guaranteed call, before its closing mark
 
 
-def _starts(mark: str) -> Iterator[str]:
-    return (mark[:n] for n in range(1, len(mark) + 1))
-
-
 # Start of an answer that may be calls alone: a JSON object, also in a fenced block.
 _UNMARKED = re.compile(r"\s*(?:`{0,3}|```(?:j|js|jso|json)?\s*(?:\{.*)?|\{.*)", re.DOTALL)
 _FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 
 
 def _without_fence(text: str) -> str:
-    found = _FENCED.fullmatch(text)
-    return found[1] if found else text
+    fence = _FENCED.fullmatch(text)
+    return fence[1] if fence else text
 
 
 # Start of a call as grammars write it, with the name first.

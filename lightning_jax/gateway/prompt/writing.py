@@ -59,50 +59,50 @@ def alternatives(writing: Writing) -> Iterator[Writing]:
             yield other
 
 
-def arrange(
+def arrange_messages(
     messages: Sequence[Message], tools: Tools, form: ToolFormat, writing: Writing
 ) -> tuple[list[Message], Tools]:
     """Return the messages and the tools to give to the template. The input is not changed."""
-    shown = list(messages)
+    turns = list(messages)
     if writing.one_call:
-        shown = _split_calls(shown)
+        turns = _split_calls(turns)
     if writing.short_ids:
-        shown = [_with_short_ids(message) for message in shown]
+        turns = [_with_short_ids(message) for message in turns]
     if writing.calls == "text":
-        shown = [_calls_as_text(message, form) for message in shown]
+        turns = [_calls_as_text(message, form) for message in turns]
     elif writing.calls == "strings":
-        shown = [_arguments_as_text(message) for message in shown]
+        turns = [_arguments_as_text(message) for message in turns]
     if writing.results == "user":
-        shown = list(_results_of_the_user(shown))
+        turns = list(_results_of_the_user(turns))
     if tools and writing.offers != "template":
-        shown = _with_offer(shown, tools, form, writing)
+        turns = _with_offer(turns, tools, form, writing)
     if writing.system != "role":
-        shown = _without_system(shown, keep_first=writing.system == "first")
+        turns = _without_system(turns, keep_first=writing.system == "first")
     if writing.merged:
-        shown = _merged(shown)
-    return shown, tools if writing.offers == "template" else None
+        turns = _merged(turns)
+    return turns, tools if writing.offers == "template" else None
 
 
 def _split_calls(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with each of several calls in one of its own, before its result."""
-    shown, results = [], list(messages)
+    turns, results = [], list(messages)
     while results:
         message = results.pop(0)
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
-            shown.append(message)
+            turns.append(message)
             continue
         count = next((i for i, m in enumerate(results) if m["role"] != "tool"), len(results))
         answers, results = results[:count], results[count:]
         for index, call in enumerate(calls):
-            shown.append(message | {"tool_calls": [call]})
+            turns.append(message | {"tool_calls": [call]})
             message = {"role": "assistant", "content": ""}
             matching = [a for a in answers if a.get("tool_call_id") == call.get("id")]
             for answer in matching or answers[: index < len(answers)]:
-                shown.append(answer)
+                turns.append(answer)
                 answers.remove(answer)
-        shown += answers
-    return shown
+        turns += answers
+    return turns
 
 
 def _with_short_ids(message: Message) -> Message:
@@ -133,12 +133,14 @@ def _arguments_as_text(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    return message | {"tool_calls": [call | {"function": _as_text(call)} for call in calls]}
-
-
-def _as_text(call: Message) -> Message:
-    function = call["function"]
-    return function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    functions = [call["function"] for call in calls]
+    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    return message | {
+        "tool_calls": [
+            call | {"function": function | {"arguments": text}}
+            for call, function, text in zip(calls, functions, texts, strict=True)
+        ]
+    }
 
 
 def _results_of_the_user(messages: Iterable[Message]) -> Iterator[Message]:
@@ -188,14 +190,14 @@ def _without_system(messages: Sequence[Message], keep_first: bool) -> list[Messa
 
 
 def _merged(messages: Sequence[Message]) -> list[Message]:
-    shown: list[Message] = []
+    turns: list[Message] = []
     for message in messages:
-        if shown and message["role"] == shown[-1]["role"] == "user":
-            text = _joined(shown[-1]["content"], message["content"])
-            shown[-1] = shown[-1] | {"content": text}
+        if turns and message["role"] == turns[-1]["role"] == "user":
+            text = _joined(turns[-1]["content"], message["content"])
+            turns[-1] = turns[-1] | {"content": text}
         else:
-            shown.append(message)
-    return shown
+            turns.append(message)
+    return turns
 
 
 def _joined(*texts: str) -> str:
@@ -205,7 +207,7 @@ def _joined(*texts: str) -> str:
 # ---- What stands in the prompt -------------------------------------------------------------------
 
 
-def dropped(messages: Sequence[Message], tools: Tools, text: str) -> list[str]:
+def dropped_parts(messages: Sequence[Message], tools: Tools, text: str) -> list[str]:
     """Return in words the parts of a conversation that are missing from its prompt.
 
     Templates may leave out the thoughts of old turns. Takes time linear in the text if the template
@@ -250,23 +252,23 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
 
-    def has(self, wanted: str) -> bool:
+    def has(self, part: str) -> bool:
         """Return True if the text stands in the prompt, as it is or as in JSON or Python.
 
         Its blanks may be others, because templates trim and indent.
         """
-        if not wanted or self._has(wanted) or any(map(self._has, _other_spellings(wanted))):
+        if not part or self._has(part) or any(map(self._has, _other_spellings(part))):
             return True
-        return "".join(wanted.split()) in self._without_blanks
+        return "".join(part.split()) in self._without_blanks
 
     @functools.cached_property
     def _without_blanks(self) -> str:
         return "".join(self.text.split())
 
-    def _has(self, wanted: str) -> bool:
-        at = self.text.find(wanted, self.at)
+    def _has(self, part: str) -> bool:
+        at = self.text.find(part, self.at)
         if at < 0:
-            at = self.text.find(wanted)
+            at = self.text.find(part)
         self.at = self.at if at < 0 else at
         return at >= 0
 

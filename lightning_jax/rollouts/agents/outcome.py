@@ -18,7 +18,7 @@ from lightning_jax.system.exhaustion import lacks_resources
 from lightning_jax.types import LLM, RolloutStatus
 
 if TYPE_CHECKING:  # workers lack the gateway
-    from lightning_jax.gateway.sessions import Traffic
+    from lightning_jax.gateway.sessions.open_rollouts import Traffic
 
 # Folders whose frames say little about an agent's error.
 LIBRARIES = (Path(__file__).parents[2], *map(sysconfig.get_path, ("stdlib", "purelib")))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 
-from lightning_jax.gateway.sessions import derive_seed
+from lightning_jax.gateway.sessions.open_rollouts import derive_seed
 from lightning_jax.rollouts.config import INITIAL, JudgeConfig, RolloutConfig
 from lightning_jax.rollouts.rewards.chat import PREFIX, ChatCounts, Endpoint, ask
 from lightning_jax.rollouts.rewards.components import Attempt

@@ -5,8 +5,8 @@ from functools import partial
 
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.feedback import check_size
-from lightning_jax.gateway.work_messages import DISCARDED, REPORTED, EndFields, Report
+from lightning_jax.gateway.sessions.feedback import check_size
+from lightning_jax.gateway.sessions.work_messages import DISCARDED, REPORTED, EndFields, Report
 from lightning_jax.rollouts.agents.outcome import MAX_DETAIL, Outcome, storable
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.workers.work import outcome_of_report

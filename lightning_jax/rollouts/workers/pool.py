@@ -25,8 +25,8 @@ from typing import Any
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.leases import LeaseLost, LeaseQueue, Reservation
-from lightning_jax.gateway.work_messages import LOST, SILENT
+from lightning_jax.gateway.sessions.leases import LeaseLost, LeaseQueue, Reservation
+from lightning_jax.gateway.sessions.work_messages import LOST, SILENT
 from lightning_jax.rollouts.agents.outcome import SILENCES, Outcome, failure
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.rollouts.workers.work import (

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.gateway.work_messages import STOPPED, Report
+from lightning_jax.gateway.sessions.work_messages import STOPPED, Report
 from lightning_jax.rollouts.agents.outcome import (
     BAD_REWARD,
     LostGateway,

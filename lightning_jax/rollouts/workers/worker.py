@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 
 from lightning_jax.errors import UserError
-from lightning_jax.gateway.work_messages import VERSION, beat_s
+from lightning_jax.gateway.sessions.work_messages import VERSION, beat_s
 from lightning_jax.rollouts.agents.event_loop import isolate_agent
 from lightning_jax.rollouts.agents.functions import Agent, end_agent, ended_outcome, run_agent
 from lightning_jax.rollouts.agents.outcome import Outcome

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_jax.gateway.activity import RolloutActivity
+from lightning_jax.gateway.sessions.open_rollouts import RolloutActivity
 from lightning_jax.rollouts.results.failures import Failure
 from lightning_jax.studio.build import task_name
 from lightning_jax.studio.compare_runs import settings_table

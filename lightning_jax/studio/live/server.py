@@ -23,8 +23,8 @@ from aiohttp import web
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue, UserError
-from lightning_jax.gateway.activity import ReadActivity
-from lightning_jax.gateway.http import Handler, is_exposed, is_key, key_of, listen, local_url
+from lightning_jax.gateway.http.server import Handler, is_exposed, is_key, key_of, listen, local_url
+from lightning_jax.gateway.sessions.open_rollouts import ReadActivity
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
 from lightning_jax.studio.live.comparing import compare_answer

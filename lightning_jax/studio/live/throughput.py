@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from lightning_jax.gateway.activity import Activity
+from lightning_jax.gateway.sessions.open_rollouts import Activity
 
 WINDOW_S = 10.0  # over which the rate is measured
 MIN_GAP_S = 1.0  # between two readings that are kept

@@ -11,10 +11,10 @@ from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.dialects.anthropic import parse
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
+from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, TextPiece
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
-from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.traces.convert import spans_to_transitions
 

@@ -12,11 +12,11 @@ from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
 from lightning_jax.gateway.dialects.gemini.dialect import parse
 from lightning_jax.gateway.dialects.gemini.schema import Schema
+from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import read
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, TextPiece
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
-from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.traces.convert import spans_to_transitions
 

@@ -10,12 +10,12 @@ from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
 from lightning_jax.gateway.dialects.ollama import parse_chat, parse_generate
+from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.messages import normalize_messages
+from lightning_jax.gateway.prompt.messages import normalize_messages
 from lightning_jax.gateway.prompt.render import ConversationMemory, Generated
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, TextPiece
 from lightning_jax.gateway.request import Function, PolicyRequest
-from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.traces.convert import spans_to_transitions
 

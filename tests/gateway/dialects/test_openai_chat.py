@@ -9,15 +9,15 @@ from gateway_bench import Bench, MakeBench
 from templates import QWEN3_HYBRID, tokenizer_with
 
 from lightning_jax.engine.types import SamplingParams
+from lightning_jax.gateway.calls.sampling import sampling_params
 from lightning_jax.gateway.dialects.base import Sender
 from lightning_jax.gateway.dialects.openai_chat import parse
+from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import as_object
 from lightning_jax.gateway.prompt.grammar import may_call
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
-from lightning_jax.gateway.sampling import sampling_params
-from lightning_jax.gateway.saved_responses import SavedConversations
-from lightning_jax.gateway.sessions import OpenRollout, RolloutSettings, derive_seed
+from lightning_jax.gateway.sessions.open_rollouts import OpenRollout, RolloutSettings, derive_seed
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.traces import attributes
 

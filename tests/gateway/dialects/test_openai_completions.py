@@ -14,9 +14,9 @@ from lightning_jax.engine.types import Completion as Sampled
 from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
 from lightning_jax.gateway.dialects.openai_completions import parse
+from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.tool_calls import TextPiece
-from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.types import LLM

@@ -17,10 +17,10 @@ from lightning_jax.gateway.dialects.base import ReplyContext, Sender
 from lightning_jax.gateway.dialects.openai_responses.dialect import parse
 from lightning_jax.gateway.dialects.openai_responses.input import input_messages
 from lightning_jax.gateway.dialects.openai_responses.saved import LOGPROBS
+from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, Piece, TextPiece
 from lightning_jax.gateway.request import PolicyRequest, ToolChoice
-from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.types import LLM

@@ -19,9 +19,9 @@ from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.dialects import ollama, openai_chat, openai_completions
 from lightning_jax.gateway.dialects.base import Reply, ReplyContext, Sender
 from lightning_jax.gateway.dialects.openai_responses import dialect as openai_responses
+from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.tool_calls import TextPiece
-from lightning_jax.gateway.saved_responses import SavedConversations
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.testing.tokenizers import sentencepiece
 

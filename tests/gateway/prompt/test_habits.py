@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_jax.gateway.prompt.habits import habits_of
-from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render
+from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render_prompt
 from lightning_jax.gateway.prompt.tool_formats import HERMES
 from lightning_jax.models.tokenizer import Tokenizer, from_hf
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -78,7 +78,7 @@ def _call(argument: str, number: int) -> dict[str, Any]:
 def test_every_text_and_every_offer_is_in_the_prompt(name: str, seed: int, offered: bool) -> None:
     tokenizer = TOKENIZERS[name]
     messages, texts = conversation(random.Random(seed))
-    prompt = _text(render(messages, TOOLS if offered else None, tokenizer), tokenizer)
+    prompt = _text(render_prompt(messages, TOOLS if offered else None, tokenizer), tokenizer)
     assert [text for text in texts if text not in prompt] == []
     names = ["look_up", "add", "d-look", "d-add"] if offered else []
     assert [name for name in names if name not in prompt] == []
@@ -89,12 +89,12 @@ def test_a_conversation_has_one_end_after_each_turn(name: str) -> None:
     tokenizer, memory = TOKENIZERS[name], ConversationMemory()
     messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
     for turn in range(3):
-        prompt = render(messages, TOOLS, tokenizer, memory)
+        prompt = render_prompt(messages, TOOLS, tokenizer, memory)
         answer = {"role": "assistant", "content": f"answer {turn}"}
         sampled = (*tokenizer.encode(answer["content"]), END)
         memory.add(answer, Generated(prompt.token_ids, sampled, prompt.history, prompt.path))
         messages += [answer, {"role": "user", "content": "more"}]
-        longer = render(messages, TOOLS, tokenizer, memory)
+        longer = render_prompt(messages, TOOLS, tokenizer, memory)
         path = prompt.token_ids + sampled
         assert (longer.token_ids[: len(path)], longer.breaks) == (path, 0)
         rest = tokenizer.decode(longer.token_ids[len(path) :], skip_special=False)
@@ -109,11 +109,11 @@ def test_another_end_than_the_templates_is_the_only_one() -> None:
     other = tokenizer.encode("<|endoftext|>")
     assert len(other) == 1 and tokenizer.template_end_id == END
     memory = ConversationMemory()
-    first = render([{"role": "user", "content": "hi"}], None, tokenizer, memory)
+    first = render_prompt([{"role": "user", "content": "hi"}], None, tokenizer, memory)
     answer, sampled = {"role": "assistant", "content": "x"}, (*tokenizer.encode("x"), *other)
     memory.add(answer, Generated(first.token_ids, sampled, first.history, first.path))
     turns = [{"role": "user", "content": "hi"}, answer, {"role": "user", "content": "more"}]
-    text = _text(render(turns, None, tokenizer, memory), tokenizer)
+    text = _text(render_prompt(turns, None, tokenizer, memory), tokenizer)
     assert "\nx<|endoftext|>\n<|im_start|>user\nmore" in text
 
 
@@ -131,8 +131,8 @@ def test_the_template_for_tools_is_used_with_tools_and_saved(tmp_path: Path) -> 
     tokenizer = TOKENIZERS["Hermes 2 Pro and 3"]
     assert habits_of(tokenizer).writing.offers == "template"
     user = [{"role": "user", "content": "hi"}]
-    assert "# Tools" in _text(render(user, TOOLS, tokenizer), tokenizer)
-    assert "# Tools" not in _text(render(user, None, tokenizer), tokenizer)
+    assert "# Tools" in _text(render_prompt(user, TOOLS, tokenizer), tokenizer)
+    assert "# Tools" not in _text(render_prompt(user, None, tokenizer), tokenizer)
     tokenizer.save(tmp_path)
     again = from_hf(tmp_path)
     assert (again.template, again.tool_template) == (tokenizer.template, tokenizer.tool_template)

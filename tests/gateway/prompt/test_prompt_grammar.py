@@ -9,7 +9,7 @@ from gateway_bench import Bench, Connect, MakeBench
 from templates import TEMPLATES, tokenizer_with
 
 from lightning_jax.engine.grammar import GrammarCompiler, GrammarError, grammar, json_schema
-from lightning_jax.gateway.prompt.grammar import closed, grammar_of
+from lightning_jax.gateway.prompt.grammar import closed_schema, grammar_of
 from lightning_jax.gateway.prompt.tool_formats import FORMATS, ToolFormat
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -201,20 +201,25 @@ def test_a_definition_that_others_build_on_stays_open() -> None:
     inline = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     reference = {"$ref": "#/$defs/Base"}
     for schema in ({"allOf": [reference, inline]}, inline | reference):
-        whole = grammar(json_schema(closed(schema | {"$defs": {"Base": base}})))
+        whole = grammar(json_schema(closed_schema(schema | {"$defs": {"Base": base}})))
         assert _accepts(whole, '{"id": 1, "name": "x"}') or _accepts(
             whole, '{"name": "x", "id": 1}'
         )
-    alone = closed({"properties": {"a": reference}, "$defs": {"Base": base}})
+    alone = closed_schema({"properties": {"a": reference}, "$defs": {"Base": base}})
     assert alone["$defs"]["Base"]["additionalProperties"] is False
 
 
 def test_objects_are_closed_where_that_is_safe() -> None:
     point = {"type": "object", "properties": {"x": {"type": "integer"}}}
     shut = point | {"additionalProperties": False}
-    assert closed(point) == shut
-    assert closed({"$defs": {"p": point}, "items": point}) == {"$defs": {"p": shut}, "items": shut}
-    assert closed({"anyOf": [point, {"type": "null"}]}) == {"anyOf": [shut, {"type": "null"}]}
+    assert closed_schema(point) == shut
+    assert closed_schema({"$defs": {"p": point}, "items": point}) == {
+        "$defs": {"p": shut},
+        "items": shut,
+    }
+    assert closed_schema({"anyOf": [point, {"type": "null"}]}) == {
+        "anyOf": [shut, {"type": "null"}]
+    }
     for schema in (
         {"allOf": [point, {"properties": {"y": {}}}]},
         point | {"additionalProperties": True},
@@ -223,7 +228,7 @@ def test_objects_are_closed_where_that_is_safe() -> None:
         {"type": "object"},
         True,
     ):
-        assert closed(schema) == schema
+        assert closed_schema(schema) == schema
 
 
 async def test_long_schemas_are_refused_where_they_bind(make_bench: MakeBench) -> None:

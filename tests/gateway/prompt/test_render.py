@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.gateway.messages import normalize_messages
 from lightning_jax.gateway.prompt.call_syntax import parse_calls
-from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render
+from lightning_jax.gateway.prompt.messages import normalize_messages
+from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render_prompt
 from lightning_jax.gateway.prompt.tool_formats import HERMES, format_of
 from lightning_jax.models.chat_template import TemplateError, with_defaults
 from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
@@ -34,7 +34,7 @@ def _with_template(template: str) -> Tokenizer:
 
 def test_without_memory_it_is_the_templates_text() -> None:
     messages = [{"role": "developer", "content": "be brief"}, USER, _assistant("yo"), USER]
-    rendered = render(messages, None, TOKENIZER)
+    rendered = render_prompt(messages, None, TOKENIZER)
     assert TOKENIZER.decode(rendered.token_ids, skip_special=False) == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
         "<|im_start|>assistant\nyo<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
@@ -54,9 +54,9 @@ def test_sampled_ids_come_back_though_their_text_encodes_otherwise() -> None:
     tokenizer = Tokenizer(backend, template=CHATML, eos_ids=[end])
     assert tokenizer.encode("ab") == [ab]
     memory = ConversationMemory()
-    first = render([USER], None, tokenizer, memory)
+    first = render_prompt([USER], None, tokenizer, memory)
     memory.add(_assistant("ab"), Generated(first.token_ids, (a, b, end), first.history))
-    second = render([USER, _assistant("ab"), USER], None, tokenizer, memory)
+    second = render_prompt([USER, _assistant("ab"), USER], None, tokenizer, memory)
     assert second.token_ids == (
         *first.token_ids,
         *(a, b, end),  # the end-of-turn token once, though the template writes it too
@@ -80,7 +80,7 @@ def test_every_prompt_extends_the_last_call(responses: list[tuple[list[int], boo
     messages: list[dict[str, Any]] = [USER]
     path: tuple[int, ...] = ()
     for ids, ended in responses:
-        prompt = render(messages, None, TOKENIZER, memory)
+        prompt = render_prompt(messages, None, TOKENIZER, memory)
         assert prompt.token_ids[: len(path)] == path
         assert prompt.breaks == 0
         sampled = (*ids, END) if ended else tuple(ids)
@@ -92,12 +92,12 @@ def test_every_prompt_extends_the_last_call(responses: list[tuple[list[int], boo
 
 def test_equal_texts_keep_distinct_ids() -> None:
     memory = ConversationMemory()
-    first = render([USER], None, TOKENIZER, memory)
+    first = render_prompt([USER], None, TOKENIZER, memory)
     memory.add(_assistant("\ufffd"), Generated(first.token_ids, (200, END), first.history))
     turns = [USER, _assistant("\ufffd"), USER]
-    second = render(turns, None, TOKENIZER, memory)
+    second = render_prompt(turns, None, TOKENIZER, memory)
     memory.add(_assistant("\ufffd"), Generated(second.token_ids, (201, END), second.history))
-    third = render([*turns, _assistant("\ufffd"), USER], None, TOKENIZER, memory)
+    third = render_prompt([*turns, _assistant("\ufffd"), USER], None, TOKENIZER, memory)
     assert third.token_ids[: len(second.token_ids) + 2] == (*second.token_ids, 201, END)
     assert third.token_ids[len(first.token_ids)] == 200
     assert (third.replayed, third.breaks) == (2, 0)
@@ -106,35 +106,35 @@ def test_equal_texts_keep_distinct_ids() -> None:
 def test_variables_of_the_template_are_part_of_a_calls_identity() -> None:
     tokenizer = _with_template("{{ tone | default('dry') }}: " + CHATML)
     memory, plain, warm = ConversationMemory(), {}, {"tone": "warm"}
-    first = render([USER], None, tokenizer, memory, kwargs=warm)
+    first = render_prompt([USER], None, tokenizer, memory, kwargs=warm)
     assert tokenizer.decode(first.token_ids).startswith("warm: ")
     memory.add(_assistant("\ufffd"), Generated(first.token_ids, (200, END), first.history))
     turns = [USER, _assistant("\ufffd"), USER]
-    same = render(turns, None, tokenizer, memory, kwargs={"tone": "warm"})
+    same = render_prompt(turns, None, tokenizer, memory, kwargs={"tone": "warm"})
     assert same.token_ids[: len(first.token_ids) + 2] == (*first.token_ids, 200, END)
     assert (same.replayed, same.breaks) == (1, 0)
-    other = render(turns, None, tokenizer, memory, kwargs=plain)
+    other = render_prompt(turns, None, tokenizer, memory, kwargs=plain)
     assert tokenizer.decode(other.token_ids).startswith("dry: ") and 200 in other.token_ids
     assert (other.replayed, other.breaks) == (1, 1)
     defaults = tokenizer.with_chat(template=with_defaults(tokenizer.template or "", warm))
-    assert render([USER], None, defaults).token_ids == first.token_ids
-    dry = render([USER], None, defaults, kwargs={"tone": "dry"})
-    assert dry.token_ids == render([USER], None, tokenizer).token_ids
+    assert render_prompt([USER], None, defaults).token_ids == first.token_ids
+    dry = render_prompt([USER], None, defaults, kwargs={"tone": "dry"})
+    assert dry.token_ids == render_prompt([USER], None, tokenizer).token_ids
 
 
 def test_an_edited_history_forks_and_is_counted() -> None:
     memory = ConversationMemory()
-    first = render([USER], None, TOKENIZER, memory)
+    first = render_prompt([USER], None, TOKENIZER, memory)
     memory.add(_assistant("ok"), Generated(first.token_ids, (250, 251, END), first.history))
     other_start = [{"role": "user", "content": "ho"}, _assistant("ok"), USER]
-    forked = render(other_start, None, TOKENIZER, memory)
+    forked = render_prompt(other_start, None, TOKENIZER, memory)
     assert (forked.replayed, forked.breaks) == (1, 1)
-    edited = render([USER, _assistant("ok!"), USER], None, TOKENIZER, memory)
+    edited = render_prompt([USER, _assistant("ok!"), USER], None, TOKENIZER, memory)
     assert (edited.replayed, edited.breaks) == (0, 1)
-    alone = render([USER, _assistant("ok!"), USER], None, TOKENIZER)
+    alone = render_prompt([USER, _assistant("ok!"), USER], None, TOKENIZER)
     assert (edited.token_ids, alone.breaks) == (alone.token_ids, 0)
     example = [_assistant("an example"), USER, _assistant("ok!"), USER]  # nobody asked for these
-    assert render([USER, *example], None, TOKENIZER, ConversationMemory()).breaks == 0
+    assert render_prompt([USER, *example], None, TOKENIZER, ConversationMemory()).breaks == 0
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_an_edited_history_forks_and_is_counted() -> None:
 )
 def test_a_response_without_its_thought_or_blanks_is_the_response(sent: dict[str, str]) -> None:
     memory, ids = ConversationMemory(), (200, END)
-    first = render([USER], None, TOKENIZER, memory)
+    first = render_prompt([USER], None, TOKENIZER, memory)
     generated = Generated(first.token_ids, ids, first.history, first.path)
     memory.add(_assistant("<think>\nhm\n</think>\n\nok\n"), generated)
-    again = render([USER, {"role": "assistant", **sent}, USER], None, TOKENIZER, memory)
+    again = render_prompt([USER, {"role": "assistant", **sent}, USER], None, TOKENIZER, memory)
     assert again.token_ids[: len(first.token_ids) + 2] == (*first.token_ids, *ids)
     assert (again.replayed, again.breaks) == (1, 0)
 
@@ -162,8 +162,8 @@ def test_a_template_that_rewrites_a_response_is_a_break() -> None:
     tokenizer = _with_template("{% for m in messages %}" + content + "{% endfor %}")
     memory = ConversationMemory()
     memory.add(_assistant("ok"), Generated((1,), (2, 3)))
-    rendered = render([USER, _assistant("ok")], None, tokenizer, memory)
-    assert rendered.token_ids == render([USER, _assistant("ok")], None, tokenizer).token_ids
+    rendered = render_prompt([USER, _assistant("ok")], None, tokenizer, memory)
+    assert rendered.token_ids == render_prompt([USER, _assistant("ok")], None, tokenizer).token_ids
     assert (rendered.replayed, rendered.breaks) == (0, 1)
 
 
@@ -176,8 +176,8 @@ def test_rendering_leaves_its_input_alone() -> None:
         "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function if m.tool_calls }}"
         "{% endfor %}"
     )
-    first = render(messages, None, tokenizer, memory)
-    assert first == render(messages, None, tokenizer, memory)
+    first = render_prompt(messages, None, tokenizer, memory)
+    assert first == render_prompt(messages, None, tokenizer, memory)
     assert messages[1] == _assistant("ok")
     assert messages[2] == {"role": "assistant", "tool_calls": [TOOL_CALL]}
     assert '[{"name": "run", "arguments": {"a": 1}}]' in TOKENIZER.decode(first.token_ids)
@@ -188,7 +188,7 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     tools = [{"type": "function", "function": {"name": "run"}}]
     call = {"role": "assistant", "tool_calls": [TOOL_CALL]}
     reply = {"role": "tool", "content": "1", "tool_call_id": "c"}
-    text = TOKENIZER.decode(render([USER, call, reply], tools, TOKENIZER).token_ids)
+    text = TOKENIZER.decode(render_prompt([USER, call, reply], tools, TOKENIZER).token_ids)
     assert '<tools>\n{"name": "run"}\n</tools>' in text
     assert text.endswith(
         'hi\nassistant\n<tool_call>[{"name": "run", "arguments": {"a": 1}}]</tool_call>\n'
@@ -197,14 +197,14 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     system = {"role": "system", "content": "Be brief."}
     offer = format_of(TOKENIZER).instructions(tools)
     assert f"Be brief.\n\n{offer}" in TOKENIZER.decode(
-        render([system, USER], tools, TOKENIZER).token_ids
+        render_prompt([system, USER], tools, TOKENIZER).token_ids
     )
 
 
 def test_a_template_with_tools_gets_them_as_they_are() -> None:
     tools = [{"type": "function", "function": {"name": "run"}}]
     tokenizer = _with_template("{{ tools[0].function.name if tools }}{{ messages[0].content }}")
-    assert TOKENIZER.decode(render([USER], tools, tokenizer).token_ids) == "runhi"
+    assert TOKENIZER.decode(render_prompt([USER], tools, tokenizer).token_ids) == "runhi"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_template_with_tools_gets_them_as_they_are() -> None:
 def test_a_template_that_drops_a_message_is_refused(template: str) -> None:
     turns = [_user("first"), _assistant("second"), _user("third"), _assistant("4th"), _user("5th")]
     with raises_coded(TemplateError, "drops"):
-        render(turns, None, _with_template(template))
+        render_prompt(turns, None, _with_template(template))
 
 
 def _user(text: str) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def test_every_spelling_of_no_arguments_is_an_empty_object(arguments: Any) -> No
     def ids(**function: Any) -> tuple[int, ...]:
         call = TOOL_CALL | {"function": {"name": "run", **function}}
         asked = {"role": "assistant", "content": None, "tool_calls": [call]}
-        return render([{"role": "user", "content": "?"}, asked], None, TOKENIZER).token_ids
+        return render_prompt([{"role": "user", "content": "?"}, asked], None, TOKENIZER).token_ids
 
     assert ids(arguments=arguments) == ids(arguments="{}") == ids()
     written = json.dumps({"name": "f", "arguments": arguments})

@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from templates import TEMPLATES, tokenizer_with
 
-from lightning_jax.gateway.messages import normalize_message, normalize_messages
 from lightning_jax.gateway.prompt import render as module
-from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, Rendered, render
+from lightning_jax.gateway.prompt.messages import normalize_message, normalize_messages
+from lightning_jax.gateway.prompt.render import (
+    ConversationMemory,
+    Generated,
+    Rendered,
+    render_prompt,
+)
 from lightning_jax.gateway.prompt.tool_formats import format_of
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -41,7 +46,7 @@ class OldMemory:
 
 
 def old_render(messages: Any, tokenizer: Tokenizer, memory: OldMemory) -> Rendered:
-    """Render with the quadratic algorithm that `render` replaced.
+    """Render with the quadratic algorithm that `render_prompt` replaced.
 
     It compares whole prompts and searches for one mark at a time.
     """
@@ -140,7 +145,7 @@ def test_every_conversation_renders_as_before(name: str, steps: list[tuple[str, 
     messages = [TURNS[0]]
     for kind, which, sampled in steps:
         new, expected = (
-            render(messages, None, tokenizer, memory),
+            render_prompt(messages, None, tokenizer, memory),
             old_render(messages, tokenizer, old),
         )
         for field in ("token_ids", "replayed", "breaks", "history"):
@@ -180,7 +185,7 @@ def test_cpu_time_grows_with_the_number_of_turns(same_text: bool) -> None:
         times = []
         for _ in range(3):
             began = time.thread_time()
-            rendered = render(messages, None, tokenizer, memory)
+            rendered = render_prompt(messages, None, tokenizer, memory)
             times.append(time.thread_time() - began)
             assert (rendered.token_ids, rendered.replayed, rendered.breaks) == (ids, turns, 0)
         return min(times)

@@ -17,7 +17,7 @@ from log_events import events, records
 from test_runner import SERVE, TASKS, TOY, _model_and_engine, _runner
 
 from lightning_jax.errors import UserError
-from lightning_jax.gateway.work_messages import Report
+from lightning_jax.gateway.sessions.work_messages import Report
 from lightning_jax.rollouts.agents.functions import load_agent
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests

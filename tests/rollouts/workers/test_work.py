@@ -14,8 +14,8 @@ from log_events import records
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.gateway.remote import RemoteEngine, remote_role, remote_routing
-from lightning_jax.gateway.work_messages import Report
+from lightning_jax.gateway.calls.remote import RemoteEngine, remote_role, remote_routing
+from lightning_jax.gateway.sessions.work_messages import Report
 from lightning_jax.rollouts.agents.outcome import DROPPED_METRICS
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests

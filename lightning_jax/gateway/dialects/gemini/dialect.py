@@ -15,14 +15,14 @@ from lightning_jax.gateway.dialects.base import (
     Sender,
     model_listings,
     to_request,
+    whole_calls,
 )
 from lightning_jax.gateway.dialects.gemini.input import Config, CountBody, GeminiBody
-from lightning_jax.gateway.dialects.messages import whole_calls
 from lightning_jax.gateway.dialects.openai_fields import MIN_LOGPROB
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import Body, read
 from lightning_jax.gateway.request import NO_THINKING, PolicyRequest
-from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.models.tokenizer import Tokenizer
 
 _STATUSES = {
@@ -46,18 +46,18 @@ def parse(body: Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
 
 
 def _request(body: Body, sender: Sender) -> PolicyRequest:
-    asked = read(GeminiBody, body)
-    check_unknown("gemini", asked.model_extra)
-    config = read(Config, asked.generation_config or {})
+    payload = read(GeminiBody, body)
+    check_unknown("gemini", payload.model_extra)
+    config = read(Config, payload.generation_config or {})
     check_unknown("gemini generationConfig", config.model_extra)
     return to_request(
         "gemini",
         config,
         sender,
         model=sender.path["model"],
-        messages=asked.messages(),
-        functions=asked.functions(),
-        tool_choice=asked.tool_choice(),
+        messages=payload.messages(),
+        functions=payload.functions(),
+        tool_choice=payload.tool_choice(),
         output_schema=config.output_schema(),
         num_choices=config.candidate_count,
         max_tokens=config.max_output_tokens,
@@ -74,7 +74,11 @@ class GeminiReply(Reply):
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         candidates = [
-            self._candidate(index, [*_text_parts(answer), *_call_parts(answer)], answer.completion)
+            self._candidate(
+                index,
+                [*([{"text": answer.text}] if answer.text else []), *_call_parts(answer)],
+                answer.completion,
+            )
             | {"finishReason": _finish_reason(answer)}
             for index, answer in enumerate(answers)
         ]
@@ -119,10 +123,6 @@ class GeminiReply(Reply):
 
 def _finish_reason(answer: Answer) -> str:
     return "MAX_TOKENS" if answer.finish_reason == "length" else "STOP"
-
-
-def _text_parts(answer: Answer) -> list[dict[str, Any]]:
-    return [{"text": answer.text}] if answer.text else []
 
 
 def _call_parts(answer: Answer) -> list[dict[str, Any]]:

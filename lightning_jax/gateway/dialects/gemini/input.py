@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from lightning_jax.gateway import fields
+from lightning_jax.gateway.dialects.base import add_assistant, tool_call
 from lightning_jax.gateway.dialects.gemini.schema import CamelFields, Schema
-from lightning_jax.gateway.dialects.messages import add_assistant, tool_call
 from lightning_jax.gateway.request import MAX_CHOICES, Function, JsonSchema, ToolChoice
 from lightning_jax.types import Message
 
@@ -56,8 +56,8 @@ class Part(CamelFields, extra="allow"):
     @model_validator(mode="after")
     def _check(self) -> "Part":
         others = [value for value in (self.model_extra or {}).values() if value is not None]
-        known = (self.text, self.function_call, self.function_response)
-        num_known = sum(value is not None for value in known)
+        contents = (self.text, self.function_call, self.function_response)
+        num_known = sum(value is not None for value in contents)
         if others or (num_known != 1 and self.thought is not True):
             raise PydanticCustomError(
                 "not_text", "expected one of text, functionCall or functionResponse"
@@ -90,9 +90,9 @@ class Content(CamelFields):
             add_assistant(messages, text, calls, "".join(thoughts))
             return
         for _, group in groupby(parts, lambda part: part.text is None):
-            found = [part.function_response or part.text or "" for part in group]
-            texts = [item for item in found if isinstance(item, str)]
-            messages += [item.message() for item in found if not isinstance(item, str)]
+            items = [part.function_response or part.text or "" for part in group]
+            texts = [item for item in items if isinstance(item, str)]
+            messages += [item.message() for item in items if not isinstance(item, str)]
             if texts:
                 messages.append({"role": "user", "content": "\n".join(texts)})
 

@@ -33,10 +33,10 @@ from lightning_jax.gateway.dialects.openai_fields import (
 )
 from lightning_jax.gateway.dialects.openai_responses.input import input_messages
 from lightning_jax.gateway.dialects.openai_responses.output import Output
-from lightning_jax.gateway.dialects.openai_responses.saved import LISTINGS, LOGPROBS, saved
+from lightning_jax.gateway.dialects.openai_responses.saved import LISTINGS, LOGPROBS, saved_response
+from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import MAX_TOOLS, PolicyRequest, ToolChoice
-from lightning_jax.gateway.unknown_fields import check_unknown
 from lightning_jax.types import Message
 
 _IGNORED = {"max_tool_calls", "stream_options", "prompt_cache_options", *IGNORED}
@@ -103,51 +103,56 @@ class ResponsesBody(OpenAIFields, extra="allow"):
 
 def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     """Return the request in a responses body. Raise ApiError that names the first invalid field."""
-    asked = fields.read(ResponsesBody, body)
-    check_unknown("responses", asked.model_extra, _IGNORED)
-    conversation = (*_previous(asked.previous_response_id, sender), *input_messages(asked.input))
-    instructions = asked.instructions
+    payload = fields.read(ResponsesBody, body)
+    check_unknown("responses", payload.model_extra, _IGNORED)
+    previous = _previous(payload.previous_response_id, sender)
+    conversation = (*previous, *input_messages(payload.input))
+    instructions = payload.instructions
     system = () if instructions is None else ({"role": "system", "content": instructions},)
-    form = asked.text and asked.text.format
-    effort = asked.reasoning and asked.reasoning.effort
+    form = payload.text and payload.text.format
+    effort = payload.reasoning and payload.reasoning.effort
     request = to_request(
         "responses",
-        asked,
+        payload,
         sender,
         id_prefix="resp_",
         messages=(*system, *conversation),
-        functions=tuple(tool.function() for tool in asked.tools or ()),
+        functions=tuple(tool.function() for tool in payload.tools or ()),
         output_schema=form and form.output_schema("text.format"),
-        logprobs=LOGPROBS in (asked.include or ()) or bool(asked.top_logprobs),
-        chat_template_kwargs=template_kwargs(asked.chat_template_kwargs, effort),
+        logprobs=LOGPROBS in (payload.include or ()) or bool(payload.top_logprobs),
+        chat_template_kwargs=template_kwargs(payload.chat_template_kwargs, effort),
     )
-    settings = _settings(asked, request, body.get("tool_choice"))
+    settings = _settings(payload, request, body.get("tool_choice"))
 
     def save(response: Mapping[str, Any], answer: Message) -> None:
-        if asked.store is not False:
-            kept = saved(response, (*conversation, answer))
+        if payload.store is not False:
+            kept = saved_response(response, (*conversation, answer))
             sender.conversations.save(response["id"], kept)
 
     return request, lambda context: ResponsesReply(request, context, settings, save)
 
 
-def _settings(asked: ResponsesBody, request: PolicyRequest, tool_choice: Any) -> dict[str, Any]:
+def _settings(payload: ResponsesBody, request: PolicyRequest, tool_choice: Any) -> dict[str, Any]:
     """Return the fields that the response repeats."""
     return {
         "model": request.model,
-        "instructions": asked.instructions,
+        "instructions": payload.instructions,
         "max_output_tokens": request.max_tokens,
-        "metadata": asked.metadata or {},
+        "metadata": payload.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": asked.previous_response_id,
+        "previous_response_id": payload.previous_response_id,
         "temperature": request.temperature,
-        "text": {"format": _format_shown(asked.text and asked.text.format)},
+        "text": {"format": _format_shown(payload.text and payload.text.format)},
         "tool_choice": "auto" if tool_choice is None else tool_choice,
-        "tools": [_tool_shown(tool) for tool in asked.tools or ()],
+        "tools": [
+            tool.model_dump(include={"type", "name", "description", "parameters"})
+            | {"strict": bool(tool.strict)}
+            for tool in payload.tools or ()
+        ],
         "top_logprobs": request.top_logprobs,
         "top_p": request.top_p,
-        "truncation": asked.truncation or "disabled",
-        "user": asked.user,
+        "truncation": payload.truncation or "disabled",
+        "user": payload.user,
     }
 
 
@@ -162,23 +167,18 @@ def _format_shown(form: Format | None) -> dict[str, Any]:
     }
 
 
-def _tool_shown(tool: ResponsesTool) -> dict[str, Any]:
-    shown = tool.model_dump(include={"type", "name", "description", "parameters"})
-    return shown | {"strict": bool(tool.strict)}
-
-
 def _previous(response_id: str | None, sender: Sender) -> tuple[Message, ...]:
     if response_id is None:
         return ()
-    found = sender.conversations.get(response_id)
-    if found is None:
+    previous = sender.conversations.get(response_id)
+    if previous is None:
         raise invalid(
             f"previous_response_id is {fields.brief(response_id)}, which is not stored; pass the "
             "id of a response from this rollout made with store on.",
             "previous_response_id",
             "previous_response_not_found",
         )
-    return found.messages
+    return previous.messages
 
 
 @dataclass

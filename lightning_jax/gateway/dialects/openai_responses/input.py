@@ -147,7 +147,7 @@ class _Conversation:
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or not ("tool_calls" in last or "tool_calls" in message):
             return None
-        if response and any(last is known for known in self._by_response.values()):
+        if response and any(last is whole for whole in self._by_response.values()):
             return None  # it is part of another response
         return last
 

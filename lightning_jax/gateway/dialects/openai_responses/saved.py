@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lightning_jax.gateway.dialects.base import Listing, Sender
+from lightning_jax.gateway.dialects.saved_responses import SavedResponse
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.fields import Body, brief
-from lightning_jax.gateway.saved_responses import SavedResponse
 from lightning_jax.types import Message
 
 LOGPROBS: Final = "message.output_text.logprobs"
 
 
-def saved(response: Mapping[str, Any], messages: tuple[Message, ...]) -> SavedResponse:
+def saved_response(response: Mapping[str, Any], messages: tuple[Message, ...]) -> SavedResponse:
     """Return a response without its log-probabilities and token ids, which take the most memory."""
     body = {key: value for key, value in response.items() if not key.endswith("token_ids")}
     body["output"] = [_without_logprobs(item) for item in response["output"]]
@@ -26,21 +26,21 @@ def _without_logprobs(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _retrieve(body: Body, sender: Sender) -> Any:
-    found = _find(sender)
+    response = _find(sender)
     if sender.query.get("stream", "false") != "false":
         raise invalid(
             "stream is not supported for a saved response; leave it out.",
             "stream",
             reason="unsupported",
         )
-    asked = [value for name, value in sender.query.items() if name in ("include", "include[]")]
-    if LOGPROBS in asked:
+    includes = [value for name, value in sender.query.items() if name in ("include", "include[]")]
+    if LOGPROBS in includes:
         raise invalid(
             f"include has {LOGPROBS}, which are not saved; read them from the original response.",
             "include",
             reason="unsupported",
         )
-    return found.body
+    return response.body
 
 
 def _delete(body: Body, sender: Sender) -> Any:
@@ -51,8 +51,8 @@ def _delete(body: Body, sender: Sender) -> Any:
 
 def _find(sender: Sender) -> SavedResponse:
     response_id = sender.path["response_id"]
-    found = sender.conversations.get(response_id)
-    if found is None:
+    response = sender.conversations.get(response_id)
+    if response is None:
         raise ApiError(
             404,
             "response_not_found",
@@ -60,7 +60,7 @@ def _find(sender: Sender) -> SavedResponse:
             "from this rollout made with store on.",
             param="response_id",
         )
-    return found
+    return response
 
 
 PATH = "/v1/responses/{response_id}"

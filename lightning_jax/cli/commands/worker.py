@@ -1,0 +1,77 @@
+"""`lightning-jax worker`: run the agent for a run on another machine. It needs no JAX."""
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_jax.cli.command import AtLeastOne, SettingsCommand, flag
+from lightning_jax.cli.runtime import cancel_at_stop
+from lightning_jax.schema import is_plain_url
+
+log = logging.getLogger(__name__)
+
+KEY = "LIGHTNING_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker(SettingsCommand):
+    """Run the agent of a config on rollouts of a run whose server is elsewhere.
+
+    The agent's file and settings must be the run's. Without FILE, use config.yaml. Ctrl-C gives
+    running rollouts back, and the run gives them to other workers.
+    """
+
+    needs_jax: ClassVar[bool] = False
+    server: str = flag("URL of the run's server, such as http://trainer:8000", "URL", required=True)
+    key: str | None = flag(f"the run's serve.api_key (default: ${KEY})")
+    concurrency: AtLeastOne | None = flag("rollouts at once (default: rollout.concurrency)", "N")
+
+    def run(self) -> int:
+        from lightning_jax.rollouts.agents.program import make_agent
+        from lightning_jax.rollouts.workers.work import fingerprint
+        from lightning_jax.rollouts.workers.worker import Server, work, worker_name
+        from lightning_jax.settings import ConfigError, load_config
+        from lightning_jax.system.proxies import go_direct
+        from lightning_jax.train.check import check_agent
+        from lightning_jax.train.config import Config
+
+        key = self.key or os.environ.get(KEY)
+        if not key:
+            raise ConfigError(
+                f"there is no key; pass --key or set ${KEY} to the run's serve.api_key.",
+                reason="missing",
+                key="--key",
+            )
+        if not is_plain_url(self.server):
+            raise ConfigError(
+                f"--server is {self.server!r}; expected a URL, such as http://trainer:8000.",
+                reason="invalid",
+                key="--server",
+            )
+        # Others may name files and variables of the run's machine.
+        sections = ["agent", "rollout", "algorithm"]
+        config = load_config(Config, self.layers(), only=sections)
+        check_agent(config)
+        go_direct(self.server)  # before the agent makes its clients
+        agent = make_agent(config.agent)
+        concurrency = self.concurrency or config.rollout.concurrency
+        server = Server(self.server.rstrip("/").removesuffix("/v1"), key)
+
+        async def until_stopped() -> None:
+            with cancel_at_stop():
+                log.info("taking up to %d rollouts at once from %s", concurrency, server.url)
+                await work(
+                    agent,
+                    fingerprint(config.agent),
+                    server,
+                    concurrency=concurrency,
+                    name=worker_name(),
+                )
+
+        try:
+            asyncio.run(until_stopped())
+        except asyncio.CancelledError:
+            log.info("stopped")
+        return 0

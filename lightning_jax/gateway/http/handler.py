@@ -1,0 +1,293 @@
+"""HTTP handler of calls to the policy, with answers in the caller's dialect."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from io import BytesIO
+
+from aiohttp import web
+
+from lightning_jax.gateway.calls.offload import INLINE_BYTES, FairQueue, dump_json
+from lightning_jax.gateway.calls.proxy import ProxiedCall, pass_on
+from lightning_jax.gateway.calls.responder import Prepared, Responder
+from lightning_jax.gateway.calls.routing import Route, read_traits
+from lightning_jax.gateway.dialects.base import Dialect, Dump, Event, Framing, Reply, Sender
+from lightning_jax.gateway.errors import ApiError, our_fault
+from lightning_jax.gateway.fields import Body, brief
+from lightning_jax.gateway.http.auth import Callers
+from lightning_jax.gateway.http.server import Bodies, refusal
+from lightning_jax.gateway.metrics import HUNG_UP
+from lightning_jax.gateway.request import is_accepted, is_policy
+from lightning_jax.gateway.sessions.feedback import Reports
+from lightning_jax.gateway.sessions.open_rollouts import HandledCall
+from lightning_jax.gateway.sessions.running_calls import RunningCall, identity_of, is_repetition
+from lightning_jax.gateway.sessions.waits import counted_for
+from lightning_jax.system.exhaustion import lacks_resources
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 64 * 2**10  # written at once
+
+
+class EventStream:
+    """Stream of events to a client. Nothing is sent before `open`."""
+
+    def __init__(self, request: web.Request, framing: Framing) -> None:
+        self._request = request
+        self._framing = framing
+        self._separator = framing.begin
+        self._num_framed = 0
+        self._held = b""
+        self._num_unpaused = 0  # bytes written since others could run
+        self.response = web.StreamResponse(
+            headers={"Content-Type": framing.content_type, "Cache-Control": "no-cache"}
+        )
+
+    @property
+    def is_open(self) -> bool:
+        return self.response.prepared
+
+    async def open(self) -> None:
+        await self.response.prepare(self._request)
+
+    def hold(self, events: Iterable[Event], dump: Dump = json.dumps) -> None:
+        """Buffer the events and send them with the next ones, or at the end."""
+        for event in events:
+            self._held += self._separator + self._framing.frame(self._number(event), dump)
+            self._separator = self._framing.between
+
+    async def send(self, events: Iterable[Event]) -> None:
+        """Send the events, if any. Raise ConnectionError if the client disconnected."""
+        before = len(self._held)
+        self.hold(events)
+        if len(self._held) > before:
+            await self._write()
+
+    async def close(self) -> web.StreamResponse:
+        """Send what is held and the end-of-stream mark, and return the finished response."""
+        return await self._end(self._framing.end + self._framing.close)
+
+    async def fail(self, event: Event) -> web.StreamResponse:
+        """End the stream with an error event, because its status is already sent."""
+        self.hold([event])
+        return await self._end(self._framing.close)
+
+    async def _end(self, mark: bytes) -> web.StreamResponse:
+        if len(self._held) > PIECE_BYTES:
+            await self._write()
+        data, self._held = self._held, b""
+        await self.response.write_eof(data + mark)
+        return self.response
+
+    async def _write(self) -> None:
+        """Write what is held, and let others run after every few kilobytes.
+
+        A client that begins to read again, or joins a call, has thousands of events waiting.
+        """
+        data, self._held = self._held, b""
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            await self.response.write(piece)
+            self._num_unpaused += len(piece)
+            if self._num_unpaused > INLINE_BYTES:
+                self._num_unpaused = 0
+                await asyncio.sleep(0)
+
+    def _number(self, event: Event) -> Event:
+        if not self._framing.numbered:
+            return event
+        self._num_framed += 1
+        return Event({**event.data, "sequence_number": self._num_framed - 1}, event.name)
+
+
+class CallHandler:
+    """Handler that answers calls in every dialect.
+
+    `responders` maps a role's `served_by` to a responder in this process. Other servers answer the
+    calls of the other roles.
+    """
+
+    def __init__(
+        self,
+        callers: Callers,
+        responders: Mapping[str, Responder],
+        reports: Reports,
+        bodies: Bodies,
+    ) -> None:
+        self._callers = callers
+        self._routing = callers.routing
+        self._meters = callers.responder.meters
+        self._responders = responders
+        self._reports = reports
+        self._bodies = bodies
+        self._turns = FairQueue()
+        self._has_noted_model = False
+        self.working: set[asyncio.Task] = set()  # tasks of calls, which may outlive their requests
+
+    async def close(self) -> None:
+        """Cancel the calls that are still running."""
+        for task in self.working:
+            task.cancel()
+        await asyncio.gather(*self.working, return_exceptions=True)
+
+    async def handle(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """Return the answer to one call, or its error, in the dialect's format."""
+        stream = EventStream(
+            request, dialect.framings.get(request.query.get("alt", ""), dialect.framing)
+        )
+        with self._meters.call(dialect.name) as outcome:
+            try:
+                await self._turns.wait(request.match_info.get("rollout_url", ""))
+                rollout = self._callers.admit(request, dialect)
+                call = HandledCall(request, rollout)
+                counted = rollout.counted(call) if rollout else contextlib.nullcontext()
+                waits = rollout.waits if rollout else None
+                with counted, counted_for(waits), _our_fault(call):
+                    response = await self._answer(dialect, call, stream)
+                outcome.status = response.status
+                return response
+            except ApiError as error:
+                outcome.status = error.status
+                error = error.named(dialect.names)
+                if not stream.is_open:
+                    return refusal(dialect, error)
+                with contextlib.suppress(ConnectionError):
+                    await stream.fail(dialect.error_event(error))
+            except ConnectionError:  # the client disconnected
+                if not stream.is_open:
+                    raise
+                outcome.status = HUNG_UP
+            return stream.response
+
+    async def _answer(
+        self, dialect: Dialect, call: HandledCall, stream: EventStream
+    ) -> web.StreamResponse:
+        request, rollout = call.request, call.rollout
+        raw = await self._bodies.read(request)
+        call.identity = await self._bodies.offload.run(
+            len(raw), identity_of, request.path, raw, request.headers
+        )
+        body, sender = await self._bodies.json(raw), self._callers.sender(request, rollout)
+        route = Route()
+        if self._routing:
+            traits = read_traits(body, request.match_info, request.headers)
+            route = self._routing.route(**traits)
+        if route.role.is_external:
+            return await self._pass_on(call, route, body, len(raw))
+        if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
+            return web.json_response(ready)
+        parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
+        self._note_model(parsed.model, sender)
+        prepared = await self._responders[route.role.served_by].prepare(parsed, rollout, len(raw))
+        running = call.running = self._start(call, route, prepared)
+
+        def keep() -> bool:
+            # A client does not retry a response that it has begun to read.
+            return rollout is not None and not stream.is_open and call.will_be_sent_again
+
+        with running.listen(keep):
+            reply = make_reply(running.context)
+            repeated = len(raw) if reply.repeats_request else 0
+            if parsed.stream:
+                return await self._stream(running, reply, stream, repeated)
+            answers = await running.answers()
+            num_bytes = reply.num_bytes(answers) + repeated
+            dump = _dump(num_bytes)
+            text = await self._bodies.offload.run(
+                num_bytes, lambda: dump(reply.body(answers)).encode()
+            )
+            # A file is sent in pieces.
+            body = text if len(text) <= PIECE_BYTES else BytesIO(text)
+            return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+    async def _stream(
+        self, running: RunningCall, reply: Reply, stream: EventStream, repeated: int
+    ) -> web.StreamResponse:
+        """Answer in events. Each whole response among them repeats a request of so many bytes."""
+        await running.accepted()
+        await stream.open()  # the status says that the call was accepted; the rest waits
+        await self._hold(stream, reply.num_bytes(()) + repeated, reply.opening)
+        async for delta in running.deltas():
+            await stream.send(reply.delta(delta))
+        answers = await running.answers()
+        num_bytes = reply.num_bytes(answers) + repeated
+        await self._hold(stream, num_bytes, lambda: reply.ending(answers))
+        return await stream.close()
+
+    async def _hold(
+        self, stream: EventStream, num_bytes: int, events: Callable[[], Iterable[Event]]
+    ) -> None:
+        """Buffer events of roughly `num_bytes`."""
+        dump = _dump(num_bytes)
+        await self._bodies.offload.run(num_bytes, lambda: stream.hold(events(), dump))
+
+    def _note_model(self, model: str, sender: Sender) -> None:
+        """Log the first unknown model name that the policy answers for."""
+        is_known = not model or is_policy(model) or is_accepted(model, sender.known)
+        if not (is_known or self._has_noted_model):
+            self._has_noted_model = True
+            log.info(
+                "an agent asked for model %s; the policy answers in its place, as for any unknown "
+                "name (serve.strict_models=true refuses them)",
+                brief(model),
+                extra={"event": "model_substituted", "model": model},
+            )
+
+    def _start(self, call: HandledCall, route: Route, prepared: Prepared) -> RunningCall:
+        """Return the running call that the request repeats, or start a new one."""
+        rollout, headers = call.rollout, call.request.headers
+        if rollout and is_repetition(headers) and (running := rollout.calls.find(call.identity)):
+            self._meters.count("joined_calls")
+            return running
+        self._routing.check(route)
+        span = self._reports.begin(headers, rollout)
+        running = self._responders[route.role.served_by].start(prepared, rollout, span, route)
+        self.working.add(running.task)
+        running.task.add_done_callback(self.working.discard)
+        if rollout:
+            rollout.calls.add(call.identity, running)
+        return running
+
+    async def _pass_on(
+        self, call: HandledCall, route: Route, body: Body, num_bytes: int
+    ) -> web.StreamResponse:
+        request, rollout = call.request, call.rollout
+        served_model, model_in_path = route.role.served_model, "model" in request.match_info
+        if served_model and not model_in_path:
+            body = body | {"model": served_model}
+        dump = partial(dump_json, ensure_ascii=False)
+        proxied = ProxiedCall(
+            await self._bodies.offload.run(num_bytes, dump, body),
+            route,
+            rollout.settings.rollout_id if rollout else None,
+            rollout.settings.call_timeout_s if rollout else None,
+            span=self._reports.begin(request.headers, rollout),
+            model_in_path=model_in_path,
+        )
+        return await pass_on(call, proxied, self._callers.responder.store)
+
+
+@contextlib.contextmanager
+def _our_fault(call: HandledCall) -> Iterator[None]:
+    """Turn an unexpected error into a 500 response.
+
+    It is an infrastructure failure once the engine has accepted the call, or if the system ran out
+    of resources. Before that only the agent's own request was read, and a retry would send it
+    unchanged.
+    """
+    try:
+        yield
+    except (ApiError, ConnectionError, web.HTTPException):
+        raise
+    except Exception as error:
+        log.exception("a call failed")
+        short = isinstance(error, OSError) or lacks_resources(error)
+        raise our_fault(error, infrastructure=call.reached_engine or short) from error
+
+
+def _dump(num_bytes: int) -> Dump:
+    """Return the function that writes JSON of about this length."""
+    return json.dumps if num_bytes <= INLINE_BYTES else dump_json  # the same text
