@@ -38,8 +38,8 @@ from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.rollouts.agents.event_loop import isolate_agent
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.rollouts.event_loop import isolate_agent
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.traces.store import Store
 from lightning_jax.train.runtime import freeze_objects, return_freed_memory

@@ -143,7 +143,7 @@ def _load_module(file: Path, state: str) -> ModuleType:
 def _importable_name(file: Path) -> str | None:
     """Return the file's own name if importing it would load the file and it is not loaded yet.
 
-    Processes that an agent starts can then import it too. rollouts/agent_child.py has the same
+    Processes that an agent starts can then import it too. rollouts/agents/child.py has the same
     rule; it runs in interpreters without this package.
     """
     name = file.stem

@@ -74,7 +74,7 @@ def test_every_reason_that_the_runner_gives_is_listed() -> None:
         for call in _calls("rollouts", {"failure"})
         if isinstance(call.args[0], ast.Constant)
     }
-    program = ast.parse((PACKAGE / "rollouts/program.py").read_text())
+    program = ast.parse((PACKAGE / "rollouts/agents/program.py").read_text())
     given |= {node.name for node in program.body if isinstance(node, ast.ClassDef) and node.bases}
     given |= {code for status, texts in CODES.items() for code in texts if status >= 500}
     given.discard("not_open")  # refuses to begin a rollout

@@ -30,8 +30,12 @@ ROOMS = (
 )
 # Modules and rooms in a room, in the same order.
 INNER = {
+    "rollouts": (
+        *("config", "agents", "workers", "rewards", "results"),
+        *("conditions", "deadlines", "servers", "runner", "collect"),
+    ),
     "gateway": (
-        *("errors", "fields", "request", "pauses"),
+        *("errors", "fields", "request"),
         "prompt",
         *("answer", "metrics"),
         *("dialects", "sessions", "calls", "http", "app"),
@@ -48,7 +52,7 @@ INNER = {
     ),
     "traces": (
         *("config", "attributes", "tasks", "context", "otlp", "tree", "rewards", "roles"),
-        *("_groups", "_sqlite", "store", "convert", "listing"),
+        *("_groups", "_sqlite", "store", "convert", "listing", "trajectories"),
     ),
     "rl": (
         *("config", "algorithms", "choices", "sequence", "token_weights", "gae", "scope"),

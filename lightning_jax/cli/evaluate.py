@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from lightning_jax.cli.policy_command import EvalArguments
-from lightning_jax.rollouts.compare_tasks import Rewards, compare_tasks
-from lightning_jax.rollouts.failures import FailureWatch
-from lightning_jax.rollouts.metrics import split_by
+from lightning_jax.rollouts.results.compare_tasks import Rewards, compare_tasks
+from lightning_jax.rollouts.results.failures import FailureWatch
+from lightning_jax.rollouts.results.metrics import split_by
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.comparison_tables import comparison_table
 from lightning_jax.studio.evaluation import (

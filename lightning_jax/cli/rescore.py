@@ -10,8 +10,8 @@ from statistics import fmean
 from rich.console import Console
 
 from lightning_jax.rollouts.config import AGENT, RewardConfig
-from lightning_jax.rollouts.metrics import earned
-from lightning_jax.rollouts.rewards import component_metrics, flipped, rank_correlation
+from lightning_jax.rollouts.results.metrics import earned
+from lightning_jax.rollouts.rewards.components import component_metrics, flipped, rank_correlation
 from lightning_jax.studio.records import Grid, columns
 from lightning_jax.studio.terminal import as_terminal
 from lightning_jax.train.check import read_rewards

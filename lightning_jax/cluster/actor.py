@@ -1,11 +1,14 @@
-"""Base of the processes that Ray starts, and the sampler. Imports nothing heavy before it has
-its environment.
-"""
+"""Processes that Ray starts. Imports nothing heavy, so that samplers first get an environment."""
 
+import asyncio
 import importlib
+import logging
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+from lightning_jax.system.text import plain_handler
 
 
 class ClusterProcess:
@@ -38,8 +41,6 @@ class SamplerActor(ClusterProcess):
 
         `weights` has two entries for each policy: all its weights, and changed ones or None.
         """
-        import asyncio
-
         from lightning_jax.cluster.sampler import Sampler
 
         pairs = [
@@ -76,3 +77,28 @@ class SamplerActor(ClusterProcess):
     async def close(self) -> None:
         if self._sampler is not None:
             await self._sampler.close()
+
+
+class WorkerActor(ClusterProcess):
+    """Process that Ray starts for a worker. It ends with `run`, or when the run kills it."""
+
+    def __init__(self) -> None:
+        self._running: asyncio.Task[Any] | None = None
+
+    async def run(self, settings: dict[str, Any]) -> dict[str, Any] | None:
+        """Take and run rollouts until `stop`. Return the error of an agent that is unusable."""
+        from lightning_jax.rollouts.workers.worker import run_from_settings
+
+        sys.path += [path for path in settings["sys_path"] if path not in sys.path]
+        logging.basicConfig(level=logging.WARNING, handlers=[plain_handler()])
+        self._running = asyncio.create_task(run_from_settings(settings))
+        try:
+            return await self._running
+        except asyncio.CancelledError:
+            return None
+
+    async def stop(self) -> None:
+        """Give running rollouts back and end `run`."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})

@@ -88,8 +88,8 @@ def room_in_words(ray: Any, resources: Mapping[str, float]) -> str:
     """Return how much of these resources the cluster has, and how much of it is free."""
     total, free = ray.cluster_resources(), ray.available_resources()
     nodes = sum(node["Alive"] for node in ray.nodes())
-    found = (f"{name} {total.get(name, 0):g} ({free.get(name, 0):g} free)" for name in resources)
-    return f"{nodes} machine{'s' * (nodes != 1)} with {', '.join(found)}"
+    amounts = (f"{name} {total.get(name, 0):g} ({free.get(name, 0):g} free)" for name in resources)
+    return f"{nodes} machine{'s' * (nodes != 1)} with {', '.join(amounts)}"
 
 
 def _check_reachable(address: str) -> None:

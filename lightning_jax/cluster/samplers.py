@@ -23,15 +23,16 @@ from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.models.formats.param_names import ParamPath
 from lightning_jax.models.reshard import HostWeights, copy_to_host
 from lightning_jax.models.transformer import Params
-from lightning_jax.rollouts.servers import Opened
+from lightning_jax.rollouts.servers import OpenedRollout
 from lightning_jax.settings import ConfigError
+from lightning_jax.system.clock import backoff_s
 from lightning_jax.traces.store import Store
 
 log = logging.getLogger(__name__)
 
 QUIET_S = 30.0  # without an answer, after which a sampler is lost; it answers every second
 END_S = 5.0  # for a sampler to end its calls when the run ends
-MAX_DELAY_S = 30.0  # before a sampler is started again
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0  # before a sampler is started again
 NUMBER, LOST = "serve/samplers", "serve/samplers_lost"
 
 
@@ -40,7 +41,7 @@ class SamplerLost(Exception):
 
 
 @dataclass(eq=False)
-class Live:
+class ServingSampler:
     """Sampler that serves, with the rollouts that are open there."""
 
     index: int
@@ -99,9 +100,9 @@ class Samplers:
         self._held: list[Held] = []
         self._initial: Any = None
         self._lock = threading.Lock()  # of `_held` and `_live`
-        self._live: dict[int, Live] = {}
+        self._live: dict[int, ServingSampler] = {}
         self._changed = asyncio.Event()  # a sampler has come
-        self._at: dict[str, Live] = {}  # by rollout
+        self._at: dict[str, ServingSampler] = {}  # by rollout
         self._ended: Counter[str] = Counter()  # totals of samplers that ended
         self._num_lost = 0
         self._keeping: list[asyncio.Task[None]] = []
@@ -148,7 +149,7 @@ class Samplers:
 
     # Methods of a RolloutServer.
 
-    async def open(self, settings: RolloutSettings, group_id: str) -> Opened:
+    async def open(self, settings: RolloutSettings, group_id: str) -> OpenedRollout:
         """Open a rollout at a sampler, where it stays.
 
         Raises ClusterError if no sampler is left and none comes within `cluster.timeout_s`.
@@ -167,7 +168,7 @@ class Samplers:
                 raise
             self._at[settings.rollout_id] = live
             # This machine's clock may differ from the sampler's, and ends the span.
-            return Opened(llm, replace(root, start_ns=time.time_ns()), live.how_lost)
+            return OpenedRollout(llm, replace(root, start_ns=time.time_ns()), live.how_lost)
 
     async def posted_reward(self, rollout_id: str) -> float | None:
         live = self._at[rollout_id]
@@ -234,13 +235,13 @@ class Samplers:
             except self._ray.exceptions.RayError as error:
                 self._lose_later(loading[asked], f"could not load weights: {last_line(error)}")
 
-    def _lose_later(self, live: Live, loss: str) -> None:
+    def _lose_later(self, live: ServingSampler, loss: str) -> None:
         live.loss = live.loss or loss  # at once, so that no rollout is opened there
         self._loop.call_soon_threadsafe(live.lose, loss)
 
     # Supervision.
 
-    async def _begin(self, index: int) -> Live:
+    async def _begin(self, index: int) -> ServingSampler:
         """Place and start a sampler, and return it once it serves the newest weights."""
         self._loop = asyncio.get_running_loop()
         actor, host = await place(self._ray, self._kind, index, self._run, self._config.sampler_env)
@@ -258,7 +259,7 @@ class Samplers:
                     reason="not_started",
                     key="cluster.samplers",
                 ) from error
-            live = Live(index, actor, stats)
+            live = ServingSampler(index, actor, stats)
             while newer := self._join(live, versions):
                 for policy, version, ref in newer:
                     versions[policy] = version
@@ -269,7 +270,7 @@ class Samplers:
         self._changed.set()
         return live
 
-    def _join(self, live: Live, versions: Sequence[int]) -> list[tuple[int, int, Any]]:
+    def _join(self, live: ServingSampler, versions: Sequence[int]) -> list[tuple[int, int, Any]]:
         """Add a sampler with these weights, or return what it has to load first."""
         with self._lock:
             newer = [
@@ -281,7 +282,7 @@ class Samplers:
                 self._live[live.index] = live
         return newer
 
-    async def _keep(self, live: Live) -> None:
+    async def _keep(self, live: ServingSampler) -> None:
         """Store what a sampler records. If it is lost, start another in its place."""
         while True:
             await self._drain(live)
@@ -297,20 +298,20 @@ class Samplers:
             )
             live = await self._replaced(live.index)
 
-    async def _replaced(self, index: int) -> Live:
-        delay_s = 1.0
+    async def _replaced(self, index: int) -> ServingSampler:
+        num_failures = 0
         while True:
             try:
                 live = await self._begin(index)
             except (ClusterError, ConfigError, self._ray.exceptions.RayError) as error:
                 log.warning("sampler %d is not back: %s", index, error)
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, MAX_DELAY_S)
+                num_failures += 1
+                await asyncio.sleep(backoff_s(num_failures, FIRST_DELAY_S, MAX_DELAY_S))
             else:
                 log.info("sampler %d is back with the present weights", index)
                 return live
 
-    async def _drain(self, live: Live) -> None:
+    async def _drain(self, live: ServingSampler) -> None:
         """Store the spans of a sampler until it is lost."""
         receipts: list[Receipt] = []
         while live.loss is None:
@@ -328,7 +329,7 @@ class Samplers:
 
     # Choice of a sampler.
 
-    def _choose(self, group_id: str) -> Live | None:
+    def _choose(self, group_id: str) -> ServingSampler | None:
         """Return the sampler for a rollout: where others of its group are, else the least loaded.
 
         Rollouts of a group begin with the same prompt, which a sampler computes once.
@@ -339,14 +340,14 @@ class Samplers:
         least = min(len(live.rollouts) for live in able)
         slack = max(1, self._spec.serve.slots // 4)
 
-        def rank(live: Live) -> tuple[bool, int]:
+        def rank(live: ServingSampler) -> tuple[bool, int]:
             load = len(live.rollouts)
             has_group = group_id in live.rollouts.values() and load <= least + slack
             return not has_group, load
 
         return min(able, key=rank)
 
-    async def _any(self) -> Live:
+    async def _any(self) -> ServingSampler:
         """Wait for a sampler."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
@@ -363,7 +364,7 @@ class Samplers:
                 key="cluster.samplers",
             ) from None
 
-    async def _ask(self, live: Live, asked: Any) -> Any:
+    async def _ask(self, live: ServingSampler, asked: Any) -> Any:
         """Return the answer of a sampler. Raises SamplerLost if it is lost first."""
         answer = asyncio.wrap_future(asked.future())
         lost = asyncio.ensure_future(live.is_lost.wait())

@@ -31,7 +31,7 @@ POLL_S = 0.1
 
 
 @dataclass(frozen=True)
-class Words:
+class CommandLines:
     """Command lines of the trainer's processes."""
 
     # (process, address of process 0, address of the cluster) -> arguments of Python
@@ -80,7 +80,7 @@ class Trainers:
         ray: Any,
         config: ClusterConfig,
         run: str,
-        words: Words,
+        words: CommandLines,
         newest_checkpoint: Callable[[], int],
     ) -> None:
         """`run` names the run in the cluster. `newest_checkpoint` is -1 if there is none."""

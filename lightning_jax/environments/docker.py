@@ -17,8 +17,8 @@ from typing import Any
 
 from lightning_jax.environments.sandbox import BoxLimits, run_limited
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.process import Ended
-from lightning_jax.rollouts.program import inherited
+from lightning_jax.rollouts.agents.process import Ended
+from lightning_jax.rollouts.agents.program import inherited
 
 SECONDS = 120.0  # for a command of Docker that runs nothing in the container
 BUILD_S = 600.0  # unless the task has another limit

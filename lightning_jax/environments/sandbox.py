@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.process import Ended, Limits, run_program
+from lightning_jax.rollouts.agents.process import Ended, Limits, run_program
 from lightning_jax.system.trees import is_within, remove_tree
 
 log = logging.getLogger(__name__)

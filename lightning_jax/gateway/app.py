@@ -23,9 +23,7 @@ from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing
 from lightning_jax.gateway.errors import ApiError, GatewayError, to_api_error
 from lightning_jax.gateway.http.auth import Callers
-from lightning_jax.gateway.http.external_routes import ExternalRollouts, ExternalRoutes
 from lightning_jax.gateway.http.handler import CallHandler
-from lightning_jax.gateway.http.lease_routes import LeaseRoutes
 from lightning_jax.gateway.http.server import (
     Bodies,
     listen,
@@ -34,8 +32,8 @@ from lightning_jax.gateway.http.server import (
     reachable_url,
     refusal,
 )
+from lightning_jax.gateway.http.work_routes import WorkRoutes
 from lightning_jax.gateway.metrics import Meters
-from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.prompt.habits import habits_of
 from lightning_jax.gateway.prompt.tool_formats import format_of
 from lightning_jax.gateway.request import POLICY
@@ -48,6 +46,7 @@ from lightning_jax.gateway.sessions.open_rollouts import (
     Traffic,
 )
 from lightning_jax.gateway.sessions.waits import Lost, counted_for
+from lightning_jax.system.clock import PausableClock
 from lightning_jax.traces import otlp
 from lightning_jax.traces.context import OpenSpan, SpanSink
 from lightning_jax.traces.store import Store, TemporaryStore
@@ -88,7 +87,7 @@ class Gateway:
         serve, tokenizer = serve or engine.serve, engine.tokenizer
         self.engine = engine
         self._meters = Meters(engine.stats)
-        self.pauses = Pauses()  # of the deadlines of calls and rollouts
+        self.pauses = PausableClock()  # of the deadlines of calls and rollouts
         self._offload = Offload()
         self._bodies = Bodies(serve, self._offload)
         _ = tokenizer.max_token_bytes  # computed before the first call has to wait for it
@@ -111,8 +110,7 @@ class Gateway:
         self._reports = Reports(store, self._rollouts.owners, self._meters)
         self._callers = Callers(self.api_key, self._rollouts, responder, routing or Routing())
         self._calls = CallHandler(self._callers, responders, self._reports, self._bodies)
-        self._leases = LeaseRoutes(self._callers, self._bodies)
-        self._external = ExternalRoutes(self._callers, self._bodies)
+        self.work = LeaseQueue()  # that others run
         self._serve = serve
         self._page: web.Application | None = None
         self._page_login = ""  # what follows the page's URL in the log
@@ -164,14 +162,6 @@ class Gateway:
         self._offload.close()
         if self._temporary:
             self._temporary.close()
-
-    def give_work(self, queue: LeaseQueue | None) -> None:
-        """Let workers take the work of this queue."""
-        self._leases.queue = queue
-
-    def take_rollouts(self, rollouts: ExternalRollouts | None) -> None:
-        """Let programs outside open rollouts there."""
-        self._external.rollouts = rollouts
 
     def show_page(self, page: web.Application, login: str) -> None:
         """Serve this page for people below PAGE, and send a browser there. Call before `start`.
@@ -245,8 +235,7 @@ class Gateway:
             app.router.add_post(f"{prefix}/v1/traces", self._spans)
         for path in ("/reward", "/v1/reward"):
             app.router.add_post("/rollout/{rollout_url}" + path, self._reward)
-        self._leases.add_to(app)
-        self._external.add_to(app)
+        WorkRoutes(self._callers, self._bodies, self.work).add_to(app)
         # Neither reveals a secret, so neither needs a key.
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)

@@ -6,16 +6,17 @@ from typing import Any
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.rollouts.agents import AgentFunction, as_agent
+from lightning_jax.rollouts.agents.event_loop import isolate_agent
+from lightning_jax.rollouts.agents.functions import AgentFunction, as_agent
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.rollouts.event_loop import isolate_agent
-from lightning_jax.rollouts.failures import FailureWatch
-from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
+from lightning_jax.rollouts.results.failures import FailureWatch
+from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tasks import free_name, is_unnamed
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.types import Metrics, Rollout, Task, Trajectory
 
 
@@ -79,10 +80,10 @@ def with_ids(tasks: Sequence[Any]) -> list[Task]:
                 reason="wrong_type",
                 key="tasks",
             )
-    taken = {str(task["id"]) for task in tasks if not is_unnamed(task)}
+    names = {str(task["id"]) for task in tasks if not is_unnamed(task)}
     named = []
     for index, task in enumerate(tasks):
-        name = {"id": free_name(str(index), taken) if is_unnamed(task) else task["id"]}
+        name = {"id": free_name(str(index), names) if is_unnamed(task) else task["id"]}
         named.append(name | dict(task) | name)  # the id comes first
     return named
 

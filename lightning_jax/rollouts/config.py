@@ -32,6 +32,7 @@ from lightning_jax.schema import (
     section,
 )
 from lightning_jax.settings import ConfigError
+from lightning_jax.system.clock import backoff_s
 from lightning_jax.traces.config import ModelServer
 
 MAX_VARIABLE = 2**17  # bytes of NAME=value and its terminator, a limit of Linux
@@ -199,7 +200,7 @@ class RolloutConfig(Section):
 
     def backoff_s(self, attempt: int) -> float:
         """Return the wait after a failed attempt, 1 or more, without the random part."""
-        return min(self.max_retry_delay_s, self.retry_delay_s * 2.0 ** min(attempt - 1, 60))
+        return backoff_s(attempt, self.retry_delay_s, self.max_retry_delay_s)
 
 
 AGENT = "agent"  # component with the reward that the agent returned

@@ -5,19 +5,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.sessions.waits import Lost
+from lightning_jax.system.clock import PausableClock
 
 TICK_S = 0.5  # in which a stall is noticed, and a lost server
-MAX_WAITS = 10  # times the limit of a rollout that it may lose to waiting in all
-
-
-def is_starved(lost: Lost, timeout_s: float) -> bool:
-    """Return True if the server is to blame that a rollout with this limit does not end.
-
-    No call of it got a token for `timeout_s`, or MAX_WAITS times that were lost to waiting in all.
-    """
-    return lost.latest_s > timeout_s or lost.total_s > MAX_WAITS * timeout_s
 
 
 class DeadlineClock:
@@ -28,7 +19,7 @@ class DeadlineClock:
     rollouts, because a thousand of them would keep the loop busy with timers of their own.
     """
 
-    def __init__(self, pauses: Pauses) -> None:
+    def __init__(self, pauses: PausableClock) -> None:
         self._pauses = pauses
         # An entry per waiting rollout: the future that ends its wait early, and a function that
         # returns how its server was lost.
@@ -62,7 +53,7 @@ class DeadlineClock:
                 least = TICK_S if self._pauses.is_active else 0.0
                 if left_s() <= 0:  # only now, because the server may be another process
                     waits = await lost()
-                    if is_starved(waits, timeout_s) or left_s() <= 0:
+                    if waits.starve(timeout_s) or left_s() <= 0:
                         break
                     least = TICK_S
                 either, first = {agent, gone}, asyncio.FIRST_COMPLETED

@@ -14,42 +14,38 @@ gateway is an agent failure if the agent gave up a call that the gateway was wor
 import asyncio
 import json
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 from lightning_jax.errors import UserError
-from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
+from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.gateway.sessions.open_rollouts import derive_seed
 from lightning_jax.gateway.sessions.waits import Lost
-from lightning_jax.rollouts.agents import Agent, end_agent, ended_outcome, run_agent
-from lightning_jax.rollouts.config import MEASURING, RolloutConfig
-from lightning_jax.rollouts.deadlines import DeadlineClock, is_starved
-from lightning_jax.rollouts.outcome import (
+from lightning_jax.rollouts.agents.functions import Agent, end_agent, ended_outcome, run_agent
+from lightning_jax.rollouts.agents.outcome import (
     DEADLINE,
-    DEADLINE_IN_QUEUE,
-    SERVER_LOST,
-    LostGateway,
     Outcome,
     failure,
+    judged_by_server,
     with_posted,
 )
-from lightning_jax.rollouts.scoring import Scorer
-from lightning_jax.rollouts.servers import GatewayServer, Opened, RolloutServer
-from lightning_jax.rollouts.workers import Execution, Workers
+from lightning_jax.rollouts.config import MEASURING, RolloutConfig
+from lightning_jax.rollouts.deadlines import DeadlineClock
+from lightning_jax.rollouts.rewards.scoring import Scorer
+from lightning_jax.rollouts.servers import GatewayServer, OpenedRollout, RolloutServer
+from lightning_jax.rollouts.workers.pool import Execution, WorkerPool
+from lightning_jax.system.clock import PausableClock
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import below
 from lightning_jax.traces.store import CRASH, STOP, Store
 from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task
 
 log = logging.getLogger(__name__)
-
-STANDSTILL_S = 1.0  # clients may give up on a server that stalled for this long
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,7 @@ class Runner:
     Rollouts run in workers, or `agent` runs in this process.
     """
 
-    agent: Agent | Workers
+    agent: Agent | WorkerPool
     gateway: Gateway
     config: RolloutConfig
     seed: int
@@ -168,7 +164,7 @@ class Runner:
     prompts: dict[str, str] = field(default_factory=dict)  # for agents; a search changes them
     is_judged: bool = False  # see LLM
     gate: asyncio.Semaphore = field(init=False)  # of `concurrency`
-    idle: "IdleClock" = field(init=False)
+    idle: PausableClock = field(init=False)  # of the time in which no rollout runs or waits
     clock: DeadlineClock = field(init=False)
     server: RolloutServer = field(init=False)
 
@@ -176,7 +172,7 @@ class Runner:
         server = GatewayServer(self.gateway) if self.at is None else self.at
         object.__setattr__(self, "server", server)
         object.__setattr__(self, "gate", asyncio.Semaphore(self.config.concurrency))
-        object.__setattr__(self, "idle", IdleClock())
+        object.__setattr__(self, "idle", PausableClock())
         object.__setattr__(self, "clock", DeadlineClock(self.gateway.pauses))
 
     @property
@@ -186,15 +182,15 @@ class Runner:
 
     async def run_in_turn(self, request: RolloutRequest) -> Rollout:
         """Like `run`, with up to `concurrency` rollouts at once, first come, first served."""
-        with self.idle.stopped():
+        with self.idle.paused():
             async with self.gate:
                 return await self.run(request)
 
     async def run(self, request: RolloutRequest) -> Rollout:
         """Return the request's finished rollout: stored before a crash, or else a new one."""
         stored = await self.store.in_order(self.store.rollouts, group_id=request.group_id)
-        known = [rollout for rollout in stored if rollout.index == request.index]
-        newest = max(known, key=lambda rollout: rollout.attempt, default=None)
+        attempts = [rollout for rollout in stored if rollout.index == request.index]
+        newest = max(attempts, key=lambda rollout: rollout.attempt, default=None)
         # Only the newest: after a change of settings, older attempts are from another run.
         if (
             newest is not None
@@ -206,7 +202,7 @@ class Runner:
         attempt = newest.attempt if newest else 0
         last = attempt + self.config.max_attempts
         # An attempt that a stop or a crash ended is repeated with the same seed.
-        num_lost = sum(rollout.reason in (STOP, CRASH) for rollout in known)
+        num_lost = sum(rollout.reason in (STOP, CRASH) for rollout in attempts)
         reasons: list[str | None] = []
         while True:
             attempt += 1
@@ -216,7 +212,9 @@ class Runner:
                 return rollout
             reasons.append(rollout.reason)
             log.warning("%s: %s: %s", rollout.rollout_id, rollout.reason, rollout.detail)
-            await asyncio.sleep(self._retry_delay_s(rollout))
+            # Doubled each time, plus up to half at random.
+            jitter = derive_seed(self.seed, rollout.rollout_id, "retry") / 2**31
+            await asyncio.sleep(self.config.backoff_s(attempt) * (1 + jitter / 2))
 
     async def run_once(
         self, request: RolloutRequest, attempt: int, execution: Execution, *, draw: int
@@ -233,7 +231,7 @@ class Runner:
         self, task: Task, reasons: Sequence[str | None]
     ) -> AbstractAsyncContextManager[Execution]:
         """Return the context of an attempt, which waits until the agent can run."""
-        if isinstance(self.agent, Workers):
+        if isinstance(self.agent, WorkerPool):
             return self.agent.reserve(self.config, task, reasons)
         return nullcontext(Execution(partial(_run_here, self.agent, self.config)))
 
@@ -254,7 +252,7 @@ class Runner:
             await self.server.close(rollout.rollout_id)
             raise
         traffic = await self.server.close(rollout.rollout_id)
-        outcome = _blamed(outcome, traffic, stalled_s, self.config.timeout_s)
+        outcome = judged_by_server(outcome, traffic, stalled_s, self.config.timeout_s)
         if outcome.status == "agent_failure":
             outcome = replace(outcome, reward=self.config.agent_failure_reward)
         values = {
@@ -276,7 +274,7 @@ class Runner:
         self.store.set_status(rollout_id, **result)
 
     async def _outcome(
-        self, opened: Opened, rollout_id: str, task: Task, llm: LLM, execution: Execution
+        self, opened: OpenedRollout, rollout_id: str, task: Task, llm: LLM, execution: Execution
     ) -> tuple[Outcome, float]:
         """Return (outcome according to the agent, seconds in which the event loop stalled).
 
@@ -308,11 +306,6 @@ class Runner:
         outcome = with_posted(ended_outcome(running), posted, needs_reward=needs_reward)
         return outcome, stalled_s
 
-    def _retry_delay_s(self, rollout: Rollout) -> float:
-        """Return the wait before the next attempt: doubled each time, plus up to half at random."""
-        jitter = derive_seed(self.seed, rollout.rollout_id, "retry") / 2**31
-        return self.config.backoff_s(rollout.attempt) * (1 + jitter / 2)
-
     def _settings(self, rollout: Rollout, draw: int) -> RolloutSettings:
         greedy = rollout.phase in MEASURING
         return RolloutSettings(
@@ -333,45 +326,3 @@ async def _run_here(
     agent: Agent, config: RolloutConfig, rollout_id: str, task: Task, llm: LLM
 ) -> Outcome:
     return await run_agent(agent, task, llm, config)
-
-
-class IdleClock:
-    """Seconds in which no rollout ran or waited."""
-
-    def __init__(self) -> None:
-        self._num_running, self._total_s, self._since = 0, 0.0, time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Idle seconds so far."""
-        return self._total_s + (0.0 if self._num_running else time.monotonic() - self._since)
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Stop the clock while a rollout runs or waits."""
-        self._total_s = self.seconds
-        self._num_running += 1
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            self._since = time.monotonic()
-
-
-def _blamed(outcome: Outcome, traffic: Traffic, stalled_s: float, timeout_s: float) -> Outcome:
-    """Return the outcome with the status that the gateway's knowledge of the calls implies.
-
-    A deadline is the server's fault if it starved the rollout.
-    """
-    if traffic.loss:  # the reward may rest on calls and posts that nobody knows of
-        return Outcome("infrastructure_failure", reason=SERVER_LOST, detail=traffic.loss)
-    if outcome.status == "agent_failure" and traffic.unanswered:
-        # The agent stopped after a call that the server could not answer.
-        return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])
-    if outcome.reason == DEADLINE and is_starved(traffic.lost, timeout_s):
-        detail = f"its calls waited for {traffic.lost.total_s:.1f} s"
-        return Outcome("infrastructure_failure", reason=DEADLINE_IN_QUEUE, detail=detail)
-    gave_up = traffic.num_cancelled > 0 and stalled_s < STANDSTILL_S
-    if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
-        return replace(outcome, status="agent_failure")
-    return outcome

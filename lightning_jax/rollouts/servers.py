@@ -11,7 +11,7 @@ from lightning_jax.types import LLM
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedRollout:
     """Open rollout: what its agent needs to call the policy, and its root span.
 
     `loss` returns how its server was lost, or None while the server works.
@@ -26,7 +26,7 @@ class Opened:
 class RolloutServer(Protocol):
     """Server of the policy, where each rollout has its own URL."""
 
-    async def open(self, settings: RolloutSettings, group_id: str) -> Opened:
+    async def open(self, settings: RolloutSettings, group_id: str) -> OpenedRollout:
         """Open a rollout, if possible where others of its group are."""
         ...
 
@@ -53,9 +53,9 @@ class GatewayServer:
 
     gateway: Gateway
 
-    async def open(self, settings: RolloutSettings, group_id: str) -> Opened:
+    async def open(self, settings: RolloutSettings, group_id: str) -> OpenedRollout:
         llm = self.gateway.open_rollout(settings)
-        return Opened(llm, self.gateway.root_of(settings.rollout_id))
+        return OpenedRollout(llm, self.gateway.root_of(settings.rollout_id))
 
     async def posted_reward(self, rollout_id: str) -> float | None:
         return self.gateway.posted_reward(rollout_id)

@@ -11,7 +11,7 @@ from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, To
 from lightning_jax.gateway.prompt.tool_formats import format_of, mark_ids, open_thought
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.rl.batches.packing import common_prefix
-from lightning_jax.rollouts.failures import failures
+from lightning_jax.rollouts.results.failures import failures
 from lightning_jax.studio.exchange import is_remote, remote_call
 from lightning_jax.studio.records import (
     MAX_NAME_CHARS,

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from lightning_jax.rollouts.compare_tasks import (
+from lightning_jax.rollouts.results.compare_tasks import (
     Rewards,
     TaskComparison,
     compare_tasks,

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lightning_jax.rollouts.compare_tasks import TaskComparison
+from lightning_jax.rollouts.results.compare_tasks import TaskComparison
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio import Axis
 from lightning_jax.studio.comparison import (

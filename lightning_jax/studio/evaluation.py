@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from math import fsum
 from pathlib import Path
 
-from lightning_jax.rollouts.compare_tasks import Rewards
-from lightning_jax.rollouts.metrics import eval_metrics, task_rewards
-from lightning_jax.rollouts.outcome import split_dropped
+from lightning_jax.rollouts.agents.outcome import split_dropped
+from lightning_jax.rollouts.results.compare_tasks import Rewards
+from lightning_jax.rollouts.results.metrics import eval_metrics, task_rewards
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.records import Grid, columns
 from lightning_jax.system.files import write_whole

@@ -14,7 +14,7 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
+from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.build import newest_first, view_rollout, view_run
@@ -23,6 +23,7 @@ from lightning_jax.studio.records import RolloutView, RunView, StepCredit
 from lightning_jax.system.text import printable
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store, StoreError
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.traces.tree import attach_loose_calls
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import SETTINGS, STORE, require_run

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_jax.rl.config import ROW_LEN
 from lightning_jax.rl.credit import CUT_SHORT
-from lightning_jax.rollouts.outcome import DEADLINE
+from lightning_jax.rollouts.agents.outcome import DEADLINE
 from lightning_jax.studio.exchange import is_remote, read_call
 from lightning_jax.traces import attributes
 from lightning_jax.traces.tree import has_choice_spans, is_gateway_call

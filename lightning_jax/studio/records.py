@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
-from lightning_jax.rollouts.failures import Failure
+from lightning_jax.rollouts.results.failures import Failure
 from lightning_jax.system.text import printable
 from lightning_jax.types import Rollout
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_jax.rollouts.event_loop import current_line
+from lightning_jax.rollouts.agents.event_loop import current_line
 
 BEAT_S = 0.01  # between two readings of the clock
 SAMPLED_AFTER_S = 0.03  # a stall of this length gets its line recorded

@@ -3,15 +3,14 @@
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from lightning_jax.rollouts.agents import Agent, as_agent
+from lightning_jax.rollouts.agents.functions import Agent, as_agent
+from lightning_jax.rollouts.agents.program import make_agent
 from lightning_jax.rollouts.config import AgentConfig, require_agent
-from lightning_jax.rollouts.leased_work import first_unsendable, unsendable
-from lightning_jax.rollouts.program import make_agent
+from lightning_jax.rollouts.workers.work import first_unsendable, unsendable
 from lightning_jax.settings import ConfigError
 from lightning_jax.types import Task
 
@@ -21,13 +20,6 @@ MAX_DEFAULT = 4  # workers on a machine with many cores
 CORES_PER_WORKER = 4
 
 
-@dataclass(frozen=True)
-class LocalWorkers:
-    """Workers in place of an agent in this process. With 0 of them, others have to join."""
-
-    number: int
-
-
 def choose_trained_agent(
     config: AgentConfig,
     function: Any,
@@ -35,7 +27,7 @@ def choose_trained_agent(
     *,
     num_others: int = 0,
     samples: bool = True,
-) -> Agent | LocalWorkers | None:
+) -> Agent | int | None:
     """Like `choose_agent`, but return None if no agent is named and none is needed.
 
     Programs outside may run it, or the run learns without `samples`. `num_others` workers run
@@ -48,8 +40,10 @@ def choose_trained_agent(
 
 def choose_agent(
     config: AgentConfig, function: Any, tasks: Sequence[Task], *, num_others: int = 0
-) -> Agent | LocalWorkers:
+) -> Agent | int:
     """Return the agent, loaded, or the number of local workers that will load it.
+
+    With 0 of them, others have to join.
 
     `function` replaces the agent of the settings. Raises ConfigError if the agent is unusable, or
     if workers are set that could not run it on these tasks.
@@ -84,7 +78,7 @@ def choose_agent(
     if task is not None:
         log.info("agents run in this process: %s", unsendable(task))
         return make_agent(config)
-    return LocalWorkers(chosen)
+    return chosen
 
 
 def _check_fields(config: AgentConfig, tasks: Sequence[Task]) -> None:

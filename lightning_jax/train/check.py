@@ -10,7 +10,7 @@ from lightning_jax.cluster.ray_session import require_ray
 from lightning_jax.loading import check_reference, find_program
 from lightning_jax.models.model_files import ModelError, local_path, read_chat_template
 from lightning_jax.rollouts.config import JudgeConfig, RewardConfig, require_agent
-from lightning_jax.rollouts.rubric import read_rubric
+from lightning_jax.rollouts.rewards.verdicts import read_rubric
 from lightning_jax.schema import PathKind
 from lightning_jax.settings import ConfigError, changed_keys, load_config, read_saved
 from lightning_jax.settings.paths import named_files

@@ -8,8 +8,7 @@ from lightning_jax.loading import load_function
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.advantages import without_equal_groups
 from lightning_jax.rollouts.collect import read_trajectories
-from lightning_jax.rollouts.failures import FailureWatch
-from lightning_jax.rollouts.metrics import TraceReader
+from lightning_jax.rollouts.results.failures import FailureWatch
 from lightning_jax.rollouts.runner import (
     Runner,
     check_infrastructure,
@@ -18,6 +17,7 @@ from lightning_jax.rollouts.runner import (
 )
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.threads import run_in_thread
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import STORE
 from lightning_jax.train.external_groups import ExternalGroups

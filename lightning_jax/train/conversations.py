@@ -21,7 +21,7 @@ from lightning_jax.gateway.fields import (
     read,
 )
 from lightning_jax.gateway.prompt.messages import normalize_messages
-from lightning_jax.rollouts.outcome import outcome_of_error
+from lightning_jax.rollouts.agents.outcome import outcome_of_error
 from lightning_jax.train.record_files import DatasetError
 from lightning_jax.types import LLM, Message, Task
 

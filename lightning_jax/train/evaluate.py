@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from lightning_jax.rollouts.metrics import (
+from lightning_jax.rollouts.results.metrics import (
     eval_change,
     eval_metrics,
     eval_metrics_by,

@@ -16,13 +16,13 @@ from functools import partial
 
 from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.http.external_routes import EndFields, OpenFields
+from lightning_jax.gateway.sessions.work_messages import EXPIRED, EndFields, OpenFields
 from lightning_jax.rl.token_weights import newest_version
-from lightning_jax.rollouts.external import EXPIRED, HUNG_UP, ExternalAgents
-from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, group_id
-from lightning_jax.rollouts.workers import Execution
+from lightning_jax.rollouts.workers.external import HUNG_UP, ExternalAgents
+from lightning_jax.rollouts.workers.pool import Execution
 from lightning_jax.system.threads import run_in_thread
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train.config import Config
 from lightning_jax.train.open_group import OpenGroup, task_digest
 from lightning_jax.train.step_groups import (
@@ -64,7 +64,7 @@ class ExternalGroups(Source):
         """`tasks` are those that callers may name by id."""
         self._config, self._runner, self._reader, self._tasks = config, runner, reader, tasks
         self.store, self._on_rollout = runner.store, on_rollout
-        self._agents = ExternalAgents(config.rollout, config.agent.idle_s, runner.gateway.idle_s)
+        self._agents = ExternalAgents(config.rollout, config.agent.idle_s, runner.gateway)
         self._open: list[OpenGroup] = []  # in order of their keys
         self._complete: list[Group] = []  # the last one was complete last
         self._running: dict[str, asyncio.Task[None]] = {}  # by rollout id
@@ -77,7 +77,7 @@ class ExternalGroups(Source):
         self._num_to_warn = MANY_GROUPS
         self._counts = Counter[str]()
         self._num_taken = self._num_too_old = 0  # rollouts
-        runner.gateway.take_rollouts(self)
+        runner.gateway.work.outside = self
 
     # For programs outside
 
@@ -120,7 +120,7 @@ class ExternalGroups(Source):
         """
         limit = self._config.rollout.concurrency
         while len(self._running) >= limit:
-            if (unused := self._agents.give_up_unused()) is None:
+            if (unused := self._runner.gateway.work.expire_unused()) is None:
                 raise ApiError(
                     429,
                     "too_many_rollouts",
@@ -174,7 +174,7 @@ class ExternalGroups(Source):
 
     async def close(self) -> None:
         """Refuse new rollouts, cancel those that run and their scoring, and wait for their end."""
-        self._runner.gateway.take_rollouts(None)
+        self._runner.gateway.work.outside = None
         scoring = [group.scoring for group in self._complete if group.scoring]
         running = [*self._running.values(), *scoring]
         for task in running:

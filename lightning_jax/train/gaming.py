@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lightning_jax.rollouts.audit import most_overrated
 from lightning_jax.rollouts.config import RewardConfig
+from lightning_jax.rollouts.results.audit import most_overrated
 from lightning_jax.types import Metrics, Rollout
 
 log = logging.getLogger(__name__)

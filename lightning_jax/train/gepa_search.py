@@ -13,13 +13,13 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from lightning_jax.gateway.sessions.open_rollouts import derive_seed
-from lightning_jax.rollouts.chat import ChatCounts, ChatFailed, Endpoint, ask
-from lightning_jax.rollouts.compare_tasks import compare_tasks
+from lightning_jax.rollouts.agents.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.rollouts.config import PROMPT
-from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
-from lightning_jax.rollouts.rewards import attempt_of
+from lightning_jax.rollouts.results.compare_tasks import compare_tasks
+from lightning_jax.rollouts.rewards.chat import ChatCounts, ChatFailed, Endpoint, ask
+from lightning_jax.rollouts.rewards.components import attempt_of
+from lightning_jax.rollouts.rewards.verdicts import transcript_text, without_middle
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, TooManyFailures, run_requests
-from lightning_jax.rollouts.verdicts import transcript_text, without_middle
 from lightning_jax.system.packages import import_optional
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.tasks import shorten_task

@@ -15,11 +15,11 @@ from lightning_jax.gateway.calls.remote import RemoteEngine, remote_routing
 from lightning_jax.models.formats.load import LoadedModel, load_configured, load_like
 from lightning_jax.models.lora import merged, overlay, trained_part
 from lightning_jax.models.mesh import serving_mesh
-from lightning_jax.rollouts.agents import AgentFunction
+from lightning_jax.rollouts.agents.functions import AgentFunction
 from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.config import PromptSearchConfig
-from lightning_jax.rollouts.failures import FailureWatch
-from lightning_jax.rollouts.metrics import eval_metrics, eval_metrics_by
+from lightning_jax.rollouts.results.failures import FailureWatch
+from lightning_jax.rollouts.results.metrics import eval_metrics, eval_metrics_by
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.config import RoleConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lightning_jax.errors import UserError
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.scope import PolicyScope
-from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
+from lightning_jax.rollouts.agents.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.types import Metrics
 
 log = logging.getLogger(__name__)

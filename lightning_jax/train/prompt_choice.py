@@ -9,8 +9,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_jax.rollouts.compare_tasks import TaskComparison
 from lightning_jax.rollouts.config import PromptSearchConfig
+from lightning_jax.rollouts.results.compare_tasks import TaskComparison
 from lightning_jax.settings import ConfigError
 from lightning_jax.types import Task
 

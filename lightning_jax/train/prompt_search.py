@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_jax.rollouts.chat import endpoint_of
+from lightning_jax.rollouts.rewards.chat import endpoint_of
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.system.packages import import_optional
 from lightning_jax.system.threads import run_in_thread

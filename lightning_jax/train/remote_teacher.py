@@ -21,7 +21,7 @@ from lightning_jax.rl.batches.batch import NO_TOKEN
 from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rl.distill import Scores
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
-from lightning_jax.rollouts.chat import missing_v1
+from lightning_jax.rollouts.rewards.chat import missing_v1
 
 CONCURRENCY = 16  # requests at once
 MAX_RETRIES = 6  # with growing pauses, about a minute in all

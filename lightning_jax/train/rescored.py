@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.models.formats.find import load_tokenizer
 from lightning_jax.rollouts.config import RewardConfig
-from lightning_jax.rollouts.scoring import Scorer, make_scorer
+from lightning_jax.rollouts.rewards.scoring import Scorer, make_scorer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.check import check_judges

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.rl.config import Choice
-from lightning_jax.rollouts.fingerprint import file_digest
+from lightning_jax.rollouts.workers.work import file_digest
 from lightning_jax.settings import ConfigError, changed_keys, save_config
 from lightning_jax.settings.paths import file_of
 from lightning_jax.system.files import write_whole

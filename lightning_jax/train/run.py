@@ -98,7 +98,7 @@ class Run:
         self._positions: dict[str, Any] | None = self._progress()
         self.saving: asyncio.Task[float] | None = None  # the checkpoint being written
         self.row_at = time.monotonic()  # when the last row was complete
-        self._idle_s = self._idle.seconds  # at that time
+        self._idle_s = self._idle.now_s()  # at that time
 
     @property
     def step(self) -> int:
@@ -153,7 +153,7 @@ class Run:
         log.info("step %d: %s", step, summary(metrics))
         row |= metrics
         if not is_warmup:
-            row["time/sampler_wait_s"] = self._idle.seconds - self._idle_s
+            row["time/sampler_wait_s"] = self._idle.now_s() - self._idle_s
         return await self._write_row(step, row, served)
 
     async def _write_row(self, step: int, row: Metrics, served: Metrics) -> Metrics:
@@ -162,7 +162,7 @@ class Run:
         # From row to row, so that it includes drawing the curves of the previous row.
         row["time/step_s"] = time.monotonic() - self.row_at
         self.row_at += row["time/step_s"]
-        self._idle_s = self._idle.seconds
+        self._idle_s = self._idle.now_s()
         await run_in_thread(self.metrics.write, step, row)
         return row
 

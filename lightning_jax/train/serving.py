@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from lightning_jax.cluster.ray_session import ray_session
 from lightning_jax.cluster.sampler import SamplerSpec
 from lightning_jax.cluster.samplers import SampledPolicy, Samplers, SamplersAsEngine
-from lightning_jax.cluster.workers import ClusterWorkers
+from lightning_jax.cluster.workers import workers_in_cluster
 from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine, make_programs
@@ -23,8 +23,9 @@ from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.models.reshard import HostWeights, copy_host_weights, copy_to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.scope import ALL
-from lightning_jax.rollouts.judge import judge_roles
+from lightning_jax.rollouts.rewards.judge import judge_roles
 from lightning_jax.rollouts.servers import RolloutServer
+from lightning_jax.rollouts.workers.pool import OtherMachines
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.state import Replica
@@ -49,7 +50,7 @@ class Served:
     policies: Sequence[ServedPolicy]
     engines: Sequence[Engine] = ()
     server: RolloutServer | None = None
-    workers: ClusterWorkers | None = None  # that run agents
+    workers: OtherMachines | None = None  # that run agents
 
 
 # Makes the servers of the weights in a train state. They end with the context.
@@ -94,7 +95,7 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
     return serve
 
 
-def _workers(config: Config, ray: Any) -> tuple[ClusterWorkers | None, ServeConfig]:
+def _workers(config: Config, ray: Any) -> tuple[OtherMachines | None, ServeConfig]:
     """Return the workers in a cluster, and the settings of a gateway that they reach.
 
     A gateway of this machine alone gets the address at which the cluster reaches this machine, and
@@ -106,7 +107,7 @@ def _workers(config: Config, ray: Any) -> tuple[ClusterWorkers | None, ServeConf
     if not is_exposed(serve.host):
         key = serve.api_key or secrets.token_urlsafe(24)
         serve = replace(serve, host=ray.util.get_node_ip_address(), api_key=key)
-    return ClusterWorkers(ray, config.cluster, _name_of(config)), serve
+    return workers_in_cluster(ray, config.cluster, _name_of(config)), serve
 
 
 def _name_of(config: Config) -> str:

@@ -22,19 +22,19 @@ from lightning_jax.models.formats.load import LoadedModel, load_configured
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.rl.choices import load_choices
-from lightning_jax.rollouts.agents import Agent, AgentFunction
+from lightning_jax.rollouts.agents.event_loop import isolate_agent
+from lightning_jax.rollouts.agents.functions import Agent, AgentFunction
 from lightning_jax.rollouts.collect import with_ids
-from lightning_jax.rollouts.event_loop import isolate_agent
-from lightning_jax.rollouts.local_workers import OtherWorkers, open_workers
+from lightning_jax.rollouts.rewards.scoring import make_scorer
 from lightning_jax.rollouts.runner import Runner
-from lightning_jax.rollouts.scoring import make_scorer
 from lightning_jax.rollouts.servers import RolloutServer
+from lightning_jax.rollouts.workers.pool import OtherMachines, open_workers
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.system.network import go_direct
 from lightning_jax.system.process_state import kept_process
 from lightning_jax.traces.store import Store
-from lightning_jax.train.agent_choice import LocalWorkers, choose_trained_agent
+from lightning_jax.train.agent_choice import choose_trained_agent
 from lightning_jax.train.chosen_prompts import forget_chosen
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import LOCK, SETTINGS, STORE, with_fixed_paths
@@ -158,11 +158,11 @@ def guarded_process(config: Config) -> Iterator[Config]:
 async def open_service(
     gateway: Gateway,
     engines: Sequence[Engine],
-    agent: Agent | LocalWorkers | None,
+    agent: Agent | int | None,
     config: Config,
     num_requests: int = 1,
     server: RolloutServer | None = None,
-    others: OtherWorkers | None = None,
+    others: OtherMachines | None = None,
 ) -> AsyncIterator[Runner]:
     """Start the engines and the gateway, and yield a runner of the agent, here or in workers.
 
@@ -175,9 +175,9 @@ async def open_service(
         for engine in engines:
             at_end.callback(engine.close)
         at_end.push_async_callback(gateway.close)
-        if isinstance(agent, LocalWorkers):
+        if isinstance(agent, int):
             await gateway.start()  # which the workers call
-            workers = open_workers(config.agent, agent.number, gateway, config.rollout, others)
+            workers = open_workers(config.agent, agent, gateway, config.rollout, others)
             running = await at_end.enter_async_context(workers)
         else:
             isolated = isolate_agent(_no_agent if agent is None else agent)

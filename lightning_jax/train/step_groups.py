@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_jax.rollouts.rewards.scoring import Scorer
 from lightning_jax.rollouts.runner import group_id
-from lightning_jax.rollouts.scoring import Scorer
 from lightning_jax.traces.store import Store
 from lightning_jax.types import Metrics, Rollout, Task
 

@@ -20,9 +20,10 @@ from lightning_jax.rl.advantages import stands_out
 from lightning_jax.rl.batches.batching import make_supervised_sequences
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.conditions import Condition, Value, parse_condition
-from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
+from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.traces.store import Store
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train.config import Config
 from lightning_jax.train.data import evenly_spaced
 from lightning_jax.train.directory import SETTINGS, STORE

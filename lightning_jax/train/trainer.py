@@ -28,8 +28,8 @@ from typing import Any
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lightning_jax.rollouts.agents import AgentFunction
-from lightning_jax.rollouts.failures import BrokenAgent
+from lightning_jax.rollouts.agents.functions import AgentFunction
+from lightning_jax.rollouts.results.failures import BrokenAgent
 from lightning_jax.rollouts.runner import TooManyFailures
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import limit_of_files, number_free

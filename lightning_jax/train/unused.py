@@ -4,9 +4,10 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 
-from lightning_jax.rollouts.metrics import TraceReader, metric_code
+from lightning_jax.rollouts.results.metrics import metric_code
 from lightning_jax.traces.rewards import find_events
 from lightning_jax.traces.store import Store
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train.monitors import unused_names
 from lightning_jax.types import Metrics, Rollout, Span, Transition
 

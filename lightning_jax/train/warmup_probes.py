@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_jax.rollouts.metrics import attempt_shares, task_rewards
+from lightning_jax.rollouts.results.metrics import attempt_shares, task_rewards
 from lightning_jax.train.config import WarmupConfig, WarmupStopConfig
 from lightning_jax.types import Metrics, Rollout, Task
 

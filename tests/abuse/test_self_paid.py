@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from arena import SERVE, warm_engine
 
+from lightning_jax.rollouts.agents.program import make_agent
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.rollouts.program import make_agent
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model

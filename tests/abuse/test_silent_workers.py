@@ -13,9 +13,8 @@ from log_events import records
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.rollouts.local_workers import open_workers
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
-from lightning_jax.rollouts.workers import Workers
+from lightning_jax.rollouts.workers.pool import WorkerPool, open_workers
 from lightning_jax.testing.service import run_service
 from lightning_jax.types import Task
 
@@ -81,7 +80,7 @@ async def test_stopped_worker_is_replaced_within_two_leases(
         await _until(lambda: records(caplog, "worker_silent"), 2 * LEASE_S)
         rollouts = await running
         workers = runner.agent
-        assert isinstance(workers, Workers)
+        assert isinstance(workers, WorkerPool)
         await _until(lambda: workers.num_workers == 2)
     assert {(r.status, r.reward) for r in rollouts} == {("scored", 0.5)}
     (silent,) = records(caplog, "worker_silent")

@@ -8,9 +8,9 @@ import pytest
 from scripted_server import Script, serving
 from sum_answers import first_messages
 
-from lightning_jax.rollouts.agents import Agent
+from lightning_jax.rollouts.agents.functions import Agent
+from lightning_jax.rollouts.agents.program import make_agent
 from lightning_jax.rollouts.config import AgentConfig
-from lightning_jax.rollouts.program import make_agent
 from lightning_jax.types import LLM
 
 AGENTS = Path(__file__).parents[2] / "agents"

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from lightning_jax.rollouts.agents import load_agent
+from lightning_jax.rollouts.agents.functions import load_agent
 from lightning_jax.settings import ConfigError
 
 pytest.importorskip("agents.run", reason="needs openai-agents, of the extra musique")

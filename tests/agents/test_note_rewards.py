@@ -3,7 +3,7 @@
 import pytest
 from note_rewards import complete, follows, novelty, similarity
 
-from lightning_jax.rollouts.rewards import Attempt
+from lightning_jax.rollouts.rewards.components import Attempt
 
 TASK = {
     "question": "Write one short sentence about a bakery. Use the words warm and early.",

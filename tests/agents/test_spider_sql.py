@@ -16,7 +16,7 @@ import spider_sql
 from coded import raises_coded
 from scripted_server import serving
 
-from lightning_jax.rollouts.agents import load_agent
+from lightning_jax.rollouts.agents.functions import load_agent
 from lightning_jax.settings import ConfigError
 
 GOLD = "SELECT name FROM pet WHERE kind = 'dog'"

@@ -13,7 +13,7 @@ from agent_folder import write_folder
 from remote_server import serving
 
 from lightning_jax.cli.main import main
-from lightning_jax.rollouts.metrics import task_rewards
+from lightning_jax.rollouts.results.metrics import task_rewards
 from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import EXPORTED
 

@@ -26,8 +26,8 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.formats.load import save_hf
 from lightning_jax.rl.config import BatchConfig, OptimizerConfig
+from lightning_jax.rollouts.agents.outcome import SERVER_LOST
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.rollouts.outcome import SERVER_LOST
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
@@ -198,9 +198,7 @@ async def test_agents_run_in_placed_workers_and_a_lost_one_costs_an_attempt(
         assert row["rollout/num_scored"] == 32.0
         lost = [r for r in run.store.rollouts(step=1) if r.reason == reason]
         assert len(lost) >= 5 and {r.attempt for r in lost} == {1}
-        queue = run.gateway._leases.queue
-        assert queue is not None
-        await until(lambda: queue.num_workers == 2)
+        await until(lambda: run.gateway.work.num_workers == 2)
         await run.one_step()
         assert len({r.metrics["pid"] for r in run.store.rollouts(step=2)}) == 2
     await until(lambda: not pids_of(b"Worker") and not sampler_pids())

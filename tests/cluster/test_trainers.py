@@ -7,7 +7,7 @@ from coded import raises_coded
 
 from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import ClusterError
-from lightning_jax.cluster.trainers import End, Trainers, Words, cause
+from lightning_jax.cluster.trainers import CommandLines, End, Trainers, cause
 
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 
@@ -36,7 +36,7 @@ class Lives(Trainers):
     """Trainers whose processes end as listed, with a checkpoint then."""
 
     def __init__(self, ends: list[tuple[End, int]]) -> None:
-        words = Words(lambda index, coordinator, address: [], ".")
+        words = CommandLines(lambda index, coordinator, address: [], ".")
         config = ClusterConfig("local", trainers=2)
         super().__init__(None, config, "run", words, lambda: self.checkpoint)
         self.checkpoint, self.ends = -1, ends

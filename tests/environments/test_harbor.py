@@ -13,8 +13,8 @@ from lightning_jax.environments import harbor, sandbox
 from lightning_jax.environments.harbor import TestFailure, folders
 from lightning_jax.environments.harbor.folders import NeedsDocker, Setup
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.outcome import outcome_of
-from lightning_jax.rollouts.program import ExitStatus, OverLimit, TemporaryFailure
+from lightning_jax.rollouts.agents.outcome import outcome_of
+from lightning_jax.rollouts.agents.program import ExitStatus, OverLimit, TemporaryFailure
 from lightning_jax.types import LLM, Task
 
 needs_namespaces = pytest.mark.skipif(

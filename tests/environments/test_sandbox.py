@@ -16,7 +16,7 @@ from coded import raises_coded
 from lightning_jax.environments import sandbox
 from lightning_jax.environments.sandbox import Box, BoxLimits, Kind, open_box, run_boxed
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.process import Ended
+from lightning_jax.rollouts.agents.process import Ended
 
 needs_namespaces = pytest.mark.skipif(
     bool(sandbox.namespace_error()), reason="this system makes no user namespaces"

@@ -12,7 +12,7 @@ from coded import raises_coded
 import lightning_jax as lj
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.errors import FieldError, InvalidValue
-from lightning_jax.rollouts.failures import BrokenAgent
+from lightning_jax.rollouts.results.failures import BrokenAgent
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
 

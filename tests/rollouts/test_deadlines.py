@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.rollouts import deadlines
-from lightning_jax.rollouts.deadlines import DeadlineClock, is_starved
+from lightning_jax.rollouts.deadlines import DeadlineClock
+from lightning_jax.system.clock import PausableClock
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ async def _wait(
 
 
 async def test_agents_in_time_and_too_late() -> None:
-    clock = DeadlineClock(Pauses())
+    clock = DeadlineClock(PausableClock())
     early, late = await asyncio.gather(
         _wait(clock, _agent(0.1), 10.0), _wait(clock, _agent(10.0), 0.3)
     )
@@ -45,7 +45,7 @@ async def test_agents_in_time_and_too_late() -> None:
 
 
 async def test_stall_does_not_count() -> None:
-    clock = DeadlineClock(Pauses())
+    clock = DeadlineClock(PausableClock())
     waiting = asyncio.create_task(_wait(clock, _agent(10.0), 0.4))
     await asyncio.sleep(0.1)
     time.sleep(1.0)
@@ -57,7 +57,7 @@ async def test_stall_does_not_count() -> None:
 
 
 async def test_agent_that_ends_during_a_stall_is_in_time() -> None:
-    clock = DeadlineClock(Pauses())
+    clock = DeadlineClock(PausableClock())
     waiting = asyncio.create_task(_wait(clock, _agent(0.2), 0.3))
     await asyncio.sleep(0.1)
     time.sleep(1.0)
@@ -65,7 +65,7 @@ async def test_agent_that_ends_during_a_stall_is_in_time() -> None:
 
 
 async def test_pause_does_not_count() -> None:
-    pauses = Pauses()
+    pauses = PausableClock()
     clock = DeadlineClock(pauses)
     waiting = asyncio.create_task(_wait(clock, _agent(10.0), 0.3))
     await asyncio.sleep(0.1)
@@ -88,7 +88,7 @@ async def test_waits_for_the_server_do_not_count() -> None:
         return Lost(min(time.monotonic() - started, 0.5), 0.0)
 
     agent = _agent(10.0)
-    in_time, _ = await DeadlineClock(Pauses()).wait(agent, 0.3, lambda: None, lost)
+    in_time, _ = await DeadlineClock(PausableClock()).wait(agent, 0.3, lambda: None, lost)
     assert not in_time
     assert time.monotonic() - started >= 0.8 - 0.05
     assert asked <= 4  # another process may answer it
@@ -101,8 +101,8 @@ async def test_starved_agent_ends_though_its_time_is_not_over() -> None:
     async def lost() -> Lost:
         return Lost(*[time.monotonic() - started] * 2)
 
-    in_time, _ = await DeadlineClock(Pauses()).wait(agent, 0.3, lambda: None, lost)
-    assert not in_time and is_starved(await lost(), 0.3)
+    in_time, _ = await DeadlineClock(PausableClock()).wait(agent, 0.3, lambda: None, lost)
+    assert not in_time and (await lost()).starve(0.3)
     agent.cancel()
 
 
@@ -115,11 +115,11 @@ async def test_starved_agent_ends_though_its_time_is_not_over() -> None:
     ],
 )
 def test_starved_is_who_gets_no_token_or_always_waits(lost: Lost, starved: bool) -> None:
-    assert is_starved(lost, timeout_s=1.0) is starved
+    assert lost.starve(timeout_s=1.0) is starved
 
 
 async def test_lost_server_ends_the_wait() -> None:
-    clock, losses = DeadlineClock(Pauses()), list[str]()
+    clock, losses = DeadlineClock(PausableClock()), list[str]()
     agent = _agent(10.0)
     waiting = asyncio.create_task(
         clock.wait(agent, 60.0, lambda: next(iter(losses), None), _nothing)
@@ -134,7 +134,7 @@ async def test_lost_server_ends_the_wait() -> None:
 
 
 async def test_clock_has_no_timer_while_nobody_waits() -> None:
-    clock = DeadlineClock(Pauses())
+    clock = DeadlineClock(PausableClock())
     await _wait(clock, _agent(0.01), 1.0)
     await asyncio.sleep(0.15)
     assert clock._due is None

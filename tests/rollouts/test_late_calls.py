@@ -14,7 +14,7 @@ from slow_engine import SlowEngine
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.sessions import open_rollouts
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.rollouts.metrics import to_trajectories
+from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.traces.store import Store
 from lightning_jax.types import LLM, Rollout, Task

@@ -29,10 +29,10 @@ from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.rollouts.agents import load_agent
+from lightning_jax.rollouts.agents.event_loop import isolate_agent
+from lightning_jax.rollouts.agents.functions import load_agent
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.rollouts.event_loop import isolate_agent
-from lightning_jax.rollouts.metrics import rollout_metrics
+from lightning_jax.rollouts.results.metrics import rollout_metrics
 from lightning_jax.rollouts.runner import Runner, TooManyFailures, make_requests, run_requests
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from view_records import TOKENIZER, call, conversation, rollout, span, tool
 
-from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.studio.build import NO_SPANS, newest_first, task_name, view_rollout, view_run
 from lightning_jax.studio.records import CallCredit, RolloutView, StepCredit
 from lightning_jax.traces import attributes
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.types import Rollout, Span
 
 

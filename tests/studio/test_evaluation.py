@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from view_records import add, make_run, rollout
 
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.compare_tasks import compare_tasks
+from lightning_jax.rollouts.results.compare_tasks import compare_tasks
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.comparison_tables import MAX_SHOWN, comparison_table
 from lightning_jax.studio.evaluation import (

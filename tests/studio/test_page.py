@@ -15,10 +15,10 @@ import pytest
 from chromium import CHROMIUM, open_browser
 from view_records import TOKENIZER, call, conversation, rollout, tool
 
-from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.studio.build import view_rollout, view_run
 from lightning_jax.studio.page import ASSETS, render_page
 from lightning_jax.studio.records import CallCredit, RolloutView, StepCredit
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.types import Span
 
 NODE = shutil.which("node")

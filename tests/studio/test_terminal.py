@@ -8,10 +8,10 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from view_records import TOKENIZER, call, conversation, rollout, tool
 
-from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.studio.build import view_rollout, view_run
 from lightning_jax.studio.records import CallCredit, RolloutView, SpanView, StepCredit
 from lightning_jax.studio.terminal import _bar, render_rollout, render_run
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.types import Rollout, Span
 
 

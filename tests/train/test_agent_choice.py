@@ -11,7 +11,7 @@ from coded import raises_coded
 from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.train import agent_choice
-from lightning_jax.train.agent_choice import LocalWorkers, choose_agent, choose_trained_agent
+from lightning_jax.train.agent_choice import choose_agent, choose_trained_agent
 from lightning_jax.types import Task
 
 REFERENCE = f"{toy_agent.__file__}:run"
@@ -33,7 +33,7 @@ def test_workers_replace_the_agent_of_this_process(
     settings: dict[str, Any], num_others: int, number: int
 ) -> None:
     config = AgentConfig(REFERENCE, **settings)
-    assert choose_agent(config, None, TASKS, num_others=num_others) == LocalWorkers(number)
+    assert choose_agent(config, None, TASKS, num_others=num_others) == number
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_tasks_that_are_no_json_stay_in_this_process_or_are_refused(
     with raises_coded(ConfigError, "not_json", "a"):
         choose_agent(AgentConfig(REFERENCE, workers=1), None, UNSENDABLE)
     monkeypatch.setattr(agent_choice, "_default_number", lambda: 2)
-    assert choose_agent(AgentConfig(REFERENCE), None, TASKS) == LocalWorkers(2)
+    assert choose_agent(AgentConfig(REFERENCE), None, TASKS) == 2
     assert callable(choose_agent(AgentConfig(REFERENCE), None, UNSENDABLE))
 
 
@@ -68,7 +68,7 @@ def test_default_is_a_worker_for_four_cores_beside_an_accelerator(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
     monkeypatch.setattr(agent_choice.jax, "default_backend", lambda: "gpu")
-    assert choose_agent(AgentConfig(REFERENCE), None, TASKS) == LocalWorkers(number)
+    assert choose_agent(AgentConfig(REFERENCE), None, TASKS) == number
     monkeypatch.setattr(agent_choice.jax, "default_backend", lambda: "cpu")
     assert callable(choose_agent(AgentConfig(REFERENCE), None, TASKS))
 

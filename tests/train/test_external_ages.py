@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.gateway.http.external_routes import EndFields, OpenFields
+from lightning_jax.gateway.sessions.work_messages import EndFields, OpenFields
 from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
 from lightning_jax.rl.prepare import prepare_step

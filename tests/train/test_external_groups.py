@@ -20,9 +20,9 @@ from coded import raises_coded
 from log_events import records
 
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.gateway.sessions import leases
 from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rollouts import external
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.settings import ConfigError, save_config
 from lightning_jax.traces.store import Store
@@ -227,7 +227,7 @@ async def test_group_goes_on_with_its_task_after_a_crash(tmp_path: Path) -> None
 async def test_lost_answers_do_not_lock_a_product_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external, "UNUSED_S", 0.5)
+    monkeypatch.setattr(leases, "UNUSED_S", 0.5)
     async with _serving(_config(tmp_path, concurrency=2)) as (groups, product):
         taking = await _taking(groups, 0, 1)
         used = await product.open(task={"id": "a"})

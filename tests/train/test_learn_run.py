@@ -24,10 +24,10 @@ from lightning_jax.cli.commands.learn import settings_of_policy_steps
 from lightning_jax.cli.main import main
 from lightning_jax.models.config import PolicyConfig
 from lightning_jax.models.formats.load import load_model
-from lightning_jax.rollouts.metrics import TraceReader
 from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train import trainer
 from lightning_jax.train.check import check_start
 from lightning_jax.train.config import Config, LearnConfig

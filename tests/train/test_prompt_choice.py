@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 from coded import raises_coded
 
-from lightning_jax.rollouts.compare_tasks import compare_tasks
 from lightning_jax.rollouts.config import PromptSearchConfig
+from lightning_jax.rollouts.results.compare_tasks import compare_tasks
 from lightning_jax.settings import ConfigError
 from lightning_jax.train.prompt_choice import choose_tasks, halves, one_sided_p, replaces
 from lightning_jax.types import Task

@@ -15,8 +15,8 @@ from scripted_server import Script, serving
 from test_groups import _config as groups_config
 
 from lightning_jax.errors import InvalidValue
+from lightning_jax.rollouts.agents.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.rollouts.config import PROMPT, AgentConfig, PromptSearchConfig, RewardConfig
-from lightning_jax.rollouts.outcome import DEADLINE_IN_QUEUE
 from lightning_jax.rollouts.runner import TooManyFailures
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes

@@ -16,7 +16,7 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rollouts.config import AgentConfig, JudgeConfig, RewardConfig, RolloutConfig
-from lightning_jax.rollouts.rewards import Attempt
+from lightning_jax.rollouts.rewards.components import Attempt
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.studio.load import open_run as open_view
 from lightning_jax.studio.page import render_page

@@ -12,9 +12,9 @@ import toy_agent
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.rl.config import BatchConfig
-from lightning_jax.rollouts.agents import AgentFunction
+from lightning_jax.rollouts.agents.functions import AgentFunction
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.rollouts.failures import BrokenAgent
+from lightning_jax.rollouts.results.failures import BrokenAgent
 from lightning_jax.traces.listing import Filter, StoreListing
 from lightning_jax.traces.store import Store
 from lightning_jax.train.checkpoint import Checkpointer

@@ -8,10 +8,11 @@ import pytest
 from log_events import records
 
 from lightning_jax.models.config import PolicyConfig
-from lightning_jax.rollouts.metrics import TraceReader, to_trajectories
+from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RewardRule, RoleConfig
 from lightning_jax.traces.store import Store
+from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train.monitors import unused_names
 from lightning_jax.train.report import learning_table
 from lightning_jax.train.unused import UnusedWatch

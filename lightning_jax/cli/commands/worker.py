@@ -29,9 +29,9 @@ class Worker(SettingsCommand):
     concurrency: AtLeastOne | None = flag("rollouts at once (default: rollout.concurrency)", "N")
 
     def run(self) -> int:
-        from lightning_jax.rollouts.fingerprint import fingerprint
-        from lightning_jax.rollouts.program import make_agent
-        from lightning_jax.rollouts.worker import Server, work, worker_name
+        from lightning_jax.rollouts.agents.program import make_agent
+        from lightning_jax.rollouts.workers.work import fingerprint
+        from lightning_jax.rollouts.workers.worker import Server, work, worker_name
         from lightning_jax.settings import ConfigError, load_config
         from lightning_jax.system.network import go_direct
         from lightning_jax.train.check import check_agent

@@ -29,7 +29,6 @@ from lightning_jax.gateway.calls.sampling import sampling_params
 from lightning_jax.gateway.dialects.base import ReplyContext
 from lightning_jax.gateway.errors import ApiError, invalid, to_api_error
 from lightning_jax.gateway.metrics import Meters
-from lightning_jax.gateway.pauses import Pauses
 from lightning_jax.gateway.prompt.grammar import check_size, grammar_of, guarantees_call, may_call
 from lightning_jax.gateway.prompt.render import Generated, Rendered, check_length, render_prompt
 from lightning_jax.gateway.prompt.tool_calls import PlainText, ToolCallParser
@@ -39,6 +38,7 @@ from lightning_jax.gateway.sessions.open_rollouts import AnsweredCall, OpenRollo
 from lightning_jax.gateway.sessions.running_calls import RunningCall
 from lightning_jax.gateway.sessions.waits import Waits
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.system.clock import PausableClock
 from lightning_jax.traces.context import OpenSpan, SpanSink
 
 Writer = tuple[ToolCallParser | PlainText, AnswerBuilder]  # of one choice
@@ -92,7 +92,7 @@ class Responder:
     tool_format: ToolFormat
     meters: Meters
     offload: Offload
-    pauses: Pauses
+    pauses: PausableClock
 
     async def prepare(
         self, request: PolicyRequest, rollout: OpenRollout | None, num_bytes: int

@@ -1,9 +1,10 @@
-"""Queue of work that workers take over HTTP, on this machine or others, with a lease for each.
+"""Open work that others run, with a lease for each piece.
 
-Work waits for a worker that asks, and nothing of it begins before. A lease ends with the worker's
-report, when the server withdraws it, or once the worker has been silent for too long. What a worker
-says of a lease that is over changes nothing. Only durations of this process's clock count, so the
-clocks of the machines may differ.
+Work waits for a worker that asks for some over HTTP, on this machine or others, and nothing of it
+begins before. A program outside of the run opens work itself. A lease ends with a report, when the
+server withdraws it, or once who has it was silent for too long: a worker sends heartbeats, and a
+program outside makes calls. What somebody says of a lease that is over changes nothing. Only
+durations of this process's clock count, so the clocks of the machines may differ.
 
 Use a queue only in the event loop's thread.
 """
@@ -13,22 +14,30 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_jax.errors import Coded, brief
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.sessions.lease_protocol import beat_s
-from lightning_jax.gateway.sessions.lease_report import LOST, SILENT, STOPPED, Report
 from lightning_jax.gateway.sessions.work_matching import AskingWorker, Poll, WorkMatching
+from lightning_jax.gateway.sessions.work_messages import (
+    EXPIRED,
+    LOST,
+    SILENT,
+    STOPPED,
+    ExternalRollouts,
+    Report,
+    beat_s,
+)
 
 log = logging.getLogger(__name__)
 
 TICKS = 10  # parts of `lease_s` in which silence is counted
 POLL_S = 20.0  # how long a worker waits for work before it asks again; proxies wait for a minute
 MAX_ENDED = 10_000  # leases whose end is remembered
+UNUSED_S = 30.0  # without a call since a program outside opened work: the answer may have been lost
 
 
 class LeaseLost(Coded):
@@ -45,32 +54,43 @@ class LeaseLost(Coded):
 
 @dataclass(eq=False)
 class _Lease:
-    worker: AskingWorker
+    """Lease of a worker, or of a program outside, whose `idle_s` are those since its last call."""
+
     report: asyncio.Future[Report]
-    silent_before_s: float  # of the worker
+    worker: AskingWorker | None = None
+    silent_before_s: float = 0.0  # of the worker
     silent_ticks: int = 0
+    idle_s: Callable[[], float] | None = None
+    began_s: float = field(default_factory=time.monotonic)
 
 
 class LeaseQueue:
-    """Waiting work, waiting workers, and the leases between them.
+    """Waiting work, waiting workers, and the leases of all open work of a gateway.
 
-    `agent` has a digest for each setting of the agent. Workers with other digests are refused.
+    `outside` is the run that takes rollouts from outside, or None.
     """
 
-    def __init__(self, agent: Mapping[str, str], lease_s: float) -> None:
-        self.agent, self.lease_s = dict(agent), lease_s
+    def __init__(self) -> None:
+        self.outside: ExternalRollouts | None = None
+        self.lease_s = 0.0
+        self.agent: Mapping[str, str] | None = None  # None: there is no work for workers
         self._matching = WorkMatching()
         self._leases: dict[str, _Lease] = {}
         self._replaceable: dict[str, asyncio.Event] = {}  # by worker, set once it is silent
         self._ended: OrderedDict[str, str] = OrderedDict()  # why, by lease
         self._is_closed = False
         self._polled_s = time.monotonic()
-        self.num_taken = 0  # leases so far
+        self.num_taken = 0  # leases of workers so far
         self.num_lost = 0  # of them, without a report because the worker was lost
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator["LeaseQueue"]:
-        """Count silent workers while this context is open. Then send waiting workers away."""
+    async def opened(self, agent: Mapping[str, str], lease_s: float) -> AsyncIterator["LeaseQueue"]:
+        """Let workers take work while this context is open. Then send waiting workers away.
+
+        `agent` has a digest for each setting of the agent. Workers with other digests are refused.
+        """
+        self.agent, self.lease_s = dict(agent), lease_s
+        self._is_closed, self._polled_s = False, time.monotonic()
         sweeping = asyncio.create_task(self._sweep())
         try:
             yield self
@@ -81,13 +101,13 @@ class LeaseQueue:
                 self._matching.send_away(worker)
 
     @asynccontextmanager
-    async def worker(self, *, alone: bool = False) -> AsyncIterator["WaitingWorker"]:
+    async def worker(self, *, alone: bool = False) -> AsyncIterator["Reservation"]:
         """Wait for a worker that asks for work, first come, first served.
 
         `alone` is for work that may harm what else runs there. It waits until the worker with least
         to do has nothing else, and nothing else begins there meanwhile. Raises the error of `fail`.
         """
-        worker = WaitingWorker(self, await self._matching.match(alone=alone), alone=alone)
+        worker = Reservation(self, await self._matching.match(alone=alone), alone=alone)
         try:
             yield worker
         finally:
@@ -100,10 +120,10 @@ class LeaseQueue:
         """
         if self._is_closed:
             raise ApiError(503, "draining", "the run is ending; ask again later.", retry_after_s=5)
-        known = self._matching.workers.setdefault(worker, AskingWorker(worker))
-        known.hear(self._patience_s)
-        self._polled_s = known.heard_s
-        poll = self._matching.add_poll(known)
+        asking = self._matching.workers.setdefault(worker, AskingWorker(worker))
+        asking.hear(self._patience_s)
+        self._polled_s = asking.heard_s
+        poll = self._matching.add_poll(asking)
         try:
             await asyncio.wait({poll.answer}, timeout=POLL_S)
             return await poll.answer if poll.is_matched or poll.answer.done() else None
@@ -115,7 +135,8 @@ class LeaseQueue:
         """Note that a worker still has these leases. Return why, for those that are over."""
         over = {}
         for lease_id in lease_ids:
-            if lease := self._find(lease_id):
+            lease = self._find(lease_id)
+            if lease and lease.worker:
                 lease.silent_ticks = lease.worker.silent_ticks = 0
                 lease.worker.hear(self._patience_s)
             else:
@@ -124,20 +145,66 @@ class LeaseQueue:
 
     def report(self, lease_id: str, report: Report) -> None:
         """End a lease with its outcome. Raise ApiError if it is over."""
-        if self._find(lease_id) is None:
+        if (lease := self._find(lease_id)) is None:
             raise ApiError(
                 410, "lease_over", f"{self._end_of(lease_id)}; drop its result.", key=lease_id
             )
-        worker = self._leases[lease_id].worker
-        worker.hear(self._patience_s)
-        if report.reason != STOPPED:
-            self._matching.note(worker, None if report.status == "scored" else report.reason)
+        if worker := lease.worker:
+            worker.hear(self._patience_s)
+            if report.reason != STOPPED:
+                self._matching.note(worker, None if report.status == "scored" else report.reason)
         self._end(lease_id, "has been reported").report.set_result(report)
+
+    def is_open(self, lease_id: str) -> bool:
+        """Return True if a report would end the lease."""
+        return self._find(lease_id) is not None
+
+    async def lease_outside(
+        self, lease_id: str, idle_s: Callable[[], float], max_idle_s: float
+    ) -> Report:
+        """Lease work to the program outside that opened it, and return its report.
+
+        The lease expires once no call came for `max_idle_s`. `idle_s` returns the seconds since the
+        last one.
+        """
+        report = asyncio.get_running_loop().create_future()
+        self._leases[lease_id] = _Lease(report, idle_s=idle_s)
+        try:
+            while not report.done() and (left_s := max_idle_s - idle_s()) > 0:
+                await asyncio.wait({report}, timeout=left_s)
+            if not report.done():
+                self._expire(lease_id, f"agent.idle_s={max_idle_s:g} s, and no reward was posted")
+            return report.result()
+        finally:
+            if lease_id in self._leases:
+                self._end(lease_id, "was withdrawn, because its rollout ended without it")
+
+    def expire_unused(self) -> str | None:
+        """End the oldest lease of a program outside without a call for UNUSED_S since it began.
+
+        Return its id, or None if there is none.
+        """
+        for lease_id, lease in self._leases.items():
+            age_s = time.monotonic() - lease.began_s
+            if lease.idle_s and lease.idle_s() >= age_s >= UNUSED_S:
+                self._expire(lease_id, f"{age_s:.0f} s, and another rollout was to be opened")
+                return lease_id
+        return None
+
+    def _expire(self, lease_id: str, why: str) -> None:
+        """End a lease of a program outside. A reward that was posted for it counts."""
+        report = Report(
+            kind="no_reward",
+            status="infrastructure_failure",
+            reason=EXPIRED,
+            detail=f"no request came for {why}",
+        )
+        self.report(lease_id, report)
 
     def drop(self, worker: str, why: str) -> None:
         """End the leases of a worker whose process has ended."""
-        if known := self._matching.workers.get(worker):
-            self._lose_all(known, why)
+        if lost := self._matching.workers.get(worker):
+            self._lose_all(lost, why)
 
     def fail(self, error: Exception) -> None:
         """Let everything that waits for a worker, now or later, raise the error."""
@@ -174,7 +241,7 @@ class LeaseQueue:
         if not any(lease.worker is worker for lease in self._leases.values()):
             worker.heard_s, worker.silent_ticks = time.monotonic(), 0  # it sent no heartbeats
         report = asyncio.get_running_loop().create_future()
-        lease = self._leases[lease_id] = _Lease(worker, report, worker.silent_s)
+        lease = self._leases[lease_id] = _Lease(report, worker, worker.silent_s)
         self.num_taken += 1
         poll.answer.set_result((lease_id, work))
         return lease_id, lease
@@ -186,15 +253,18 @@ class LeaseQueue:
 
     def _end(self, lease_id: str, why: str) -> _Lease:
         lease = self._leases.pop(lease_id)
-        self._matching.let_go(lease.worker)
+        if lease.worker:
+            self._matching.let_go(lease.worker)
         self._ended[lease_id] = f"lease {lease_id} {why}"
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         return lease
 
-    def _lose(self, lease_id: str, why: str, *, is_silent: bool = False) -> None:
+    def _lose(
+        self, lease_id: str, worker: AskingWorker, why: str, *, is_silent: bool = False
+    ) -> None:
         lease = self._end(lease_id, f"is over, because its worker {why}")
-        name = lease.worker.name
+        name = worker.name
         self.num_lost += 1
         reason = SILENT if is_silent and name in self._replaceable else LOST
         message = f"worker {name} {why}"
@@ -205,7 +275,7 @@ class LeaseQueue:
         self._matching.send_away(worker)
         lost = [i for i, lease in self._leases.items() if lease.worker is worker and self._find(i)]
         for lease_id in lost:
-            self._lose(lease_id, why, is_silent=is_silent)
+            self._lose(lease_id, worker, why, is_silent=is_silent)
         return len(lost)
 
     def _end_of(self, lease_id: str) -> str:
@@ -220,14 +290,14 @@ class LeaseQueue:
         while True:
             await asyncio.sleep(self.lease_s / TICKS)
             why = f"sent no heartbeat for {self.lease_s:g} s"
-            for worker in {lease.worker for lease in self._leases.values()}:
+            for worker in {lease.worker for lease in self._leases.values() if lease.worker}:
                 worker.silent_ticks += 1
                 if worker.silent_ticks > TICKS:
                     self._silence(worker, why)
             for lease_id, lease in list(self._leases.items()):  # of workers that forgot them
                 lease.silent_ticks += 1
-                if lease.silent_ticks > TICKS and self._find(lease_id):
-                    self._lose(lease_id, why)
+                if lease.worker and lease.silent_ticks > TICKS and self._find(lease_id):
+                    self._lose(lease_id, lease.worker, why)
 
     def _silence(self, worker: AskingWorker, why: str) -> None:
         """End the leases of a silent worker, and let its run replace it."""
@@ -243,8 +313,8 @@ class LeaseQueue:
             silent.set()
 
 
-class WaitingWorker:
-    """Worker that waits for one piece of work."""
+class Reservation:
+    """Worker that waits for one piece of work, which it gets with `run`."""
 
     def __init__(self, queue: LeaseQueue, poll: Poll, *, alone: bool) -> None:
         self._queue, self._poll, self._alone = queue, poll, alone
@@ -284,12 +354,13 @@ class WaitingWorker:
         """
         if (lease := self._lease) is None:
             return 0.0
-        hearing = asyncio.create_task(lease.worker.heard.wait())
+        worker = self._poll.worker
+        hearing = asyncio.create_task(worker.heard.wait())
         try:
             await asyncio.wait({hearing, running}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             hearing.cancel()
-        return min(lease.worker.silent_s - lease.silent_before_s, self._queue.lease_s)
+        return min(worker.silent_s - lease.silent_before_s, self._queue.lease_s)
 
     def leave(self) -> None:
         """Send the worker away, unless it got work."""

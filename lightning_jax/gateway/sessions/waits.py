@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from lightning_jax.engine.response import TimeLimit
 
+MAX_WAITS = 10  # times the limit of a rollout that it may lose to waiting in all
 PATIENCE_S = 1.0  # a store that takes longer is locked or overloaded
 _CURRENT: ContextVar["Waits | None"] = ContextVar("waits", default=None)
 
@@ -18,6 +19,13 @@ class Lost(NamedTuple):
     total_s: float = 0.0
     latest_s: float = 0.0  # since a response of it last got its first token
     silent_s: float = 0.0  # in which nobody heard of its worker
+
+    def starve(self, timeout_s: float) -> bool:
+        """Return True if the server is to blame that a rollout with this limit does not end.
+
+        No call of it got a token for `timeout_s`, or MAX_WAITS times that were lost in all.
+        """
+        return self.latest_s > timeout_s or self.total_s > MAX_WAITS * timeout_s
 
 
 class Waits:

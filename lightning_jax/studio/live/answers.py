@@ -7,7 +7,7 @@ from pydantic_core import to_json
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.sessions.open_rollouts import RolloutActivity
-from lightning_jax.rollouts.failures import Failure
+from lightning_jax.rollouts.results.failures import Failure
 from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.comparison import compare, settings_table
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun

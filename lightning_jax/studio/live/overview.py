@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from lightning_jax.gateway.sessions.open_rollouts import Activity
-from lightning_jax.rollouts.compare_tasks import sign_test
+from lightning_jax.rollouts.results.compare_tasks import sign_test
 from lightning_jax.studio.build import task_name
 from lightning_jax.studio.comparison import SIGNIFICANT
 from lightning_jax.studio.records import Json, Verdict

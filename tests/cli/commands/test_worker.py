@@ -19,9 +19,9 @@ from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.calls.remote import RemoteEngine, remote_role, remote_routing
 from lightning_jax.gateway.sessions.leases import LeaseQueue
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.rollouts.fingerprint import fingerprint
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
-from lightning_jax.rollouts.workers import Workers
+from lightning_jax.rollouts.workers.pool import WorkerPool
+from lightning_jax.rollouts.workers.work import fingerprint
 from lightning_jax.traces.store import TemporaryStore
 
 pytestmark = pytest.mark.slow
@@ -54,13 +54,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def _serving(agent: AgentConfig) -> AsyncIterator[tuple[Runner, LeaseQueue]]:
     """Yield a runner whose rollouts wait for workers, and their queue. No model is loaded."""
     routing = remote_routing({}, remote_role("http://127.0.0.1:9/v1"))
-    queue = LeaseQueue(fingerprint(agent), 30.0)
     with contextlib.closing(TemporaryStore()) as store:
         engine = RemoteEngine("none", ServeConfig(api_key="right"))
-        async with Gateway(engine, store, routing=routing) as gateway, queue.opened():
-            gateway.give_work(queue)
+        async with (
+            Gateway(engine, store, routing=routing) as gateway,
+            gateway.work.opened(fingerprint(agent), 30.0) as queue,
+        ):
             config = RolloutConfig(retry_delay_s=0.0)
-            yield Runner(Workers(queue), gateway, config, seed=0), queue
+            yield Runner(WorkerPool(queue), gateway, config, seed=0), queue
 
 
 @contextmanager
@@ -92,7 +93,7 @@ async def test_worker_runs_rollouts_and_gives_them_back_at_ctrl_c(folder: Path) 
             assert await asyncio.to_thread(stopping.wait) == 0
         errors = (folder / "errors").read_text()
         imported = {line.split("|")[-1].strip() for line in errors.splitlines()}
-        assert "lightning_jax.rollouts.worker" in imported and "Traceback" not in errors
+        assert "lightning_jax.rollouts.workers.worker" in imported and "Traceback" not in errors
         assert not imported & {"jax", "numpy"}
         assert queue.num_taken == 1 and queue.num_lost == 0
         with _worker(url, setting):

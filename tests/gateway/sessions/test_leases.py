@@ -13,10 +13,10 @@ from gateway_bench import Bench
 from log_events import records
 
 from lightning_jax.errors import UserError
+from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.sessions import leases
-from lightning_jax.gateway.sessions.lease_protocol import VERSION
-from lightning_jax.gateway.sessions.lease_report import Report
 from lightning_jax.gateway.sessions.leases import LeaseLost, LeaseQueue
+from lightning_jax.gateway.sessions.work_messages import VERSION, Report
 
 AGENT = {"agent.function": "abc"}
 SCORED: dict[str, Any] = {"status": "scored", "reward": 0.5, "metrics": {"f1": 1.0}}
@@ -24,9 +24,7 @@ SCORED: dict[str, Any] = {"status": "scored", "reward": 0.5, "metrics": {"f1": 1
 
 @asynccontextmanager
 async def _queue(bench: Bench, lease_s: float = 30.0) -> AsyncIterator[LeaseQueue]:
-    queue = LeaseQueue(AGENT, lease_s)
-    bench.gateway.give_work(queue)
-    async with queue.opened():
+    async with bench.gateway.work.opened(AGENT, lease_s) as queue:
         yield queue
 
 
@@ -347,3 +345,19 @@ async def test_report_without_meaning_is_refused(
         assert (status, answer["error"]["param"]) == (400, param), answer
         assert await _report(bench, taken["lease"], SCORED) == (200, "")
         assert (await running).status == "scored"
+
+
+async def test_lease_of_a_program_outside_ends_by_its_report_or_its_silence() -> None:
+    queue = LeaseQueue()
+    running = asyncio.create_task(queue.lease_outside("r", lambda: 0.0, 60.0))
+    await asyncio.sleep(0)
+    assert list(queue.beat(["r"])) == ["r"]  # no worker has it
+    queue.report("r", Report(status="scored", reward=0.5))
+    assert (await running).reward == 0.5 and not queue.is_open("r")
+    with raises_coded(ApiError, "lease_over", "r"):
+        queue.report("r", Report(status="scored", reward=1.0))
+    expired = await queue.lease_outside("s", lambda: 1.0, 0.5)
+    assert (expired.kind, expired.status, expired.reason) == (
+        *("no_reward", "infrastructure_failure", "expired"),
+    )
+    assert (queue.num_taken, queue.num_lost, queue.num_workers) == (0, 0, 0)
