@@ -32,7 +32,7 @@ from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfi
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rl.update.updater import Updater
 from lightning_jax.train.config import Config
-from lightning_jax.train.updaters import phase_updater
+from lightning_jax.train.state.updaters import phase_updater
 from lightning_jax.types import Trajectory, Transition
 
 NUM_CALLS = 16

@@ -25,8 +25,8 @@ from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.models.formats.load import LoadedModel, load_model
+from lightning_jax.system.memory import freeze_objects
 from lightning_jax.traces.store import Store
-from lightning_jax.train.runtime import freeze_objects
 
 WORDS = "SELECT count(*) FROM singer WHERE country = 'France' and age > 20 order by name"
 FEW, MANY = 1, 101

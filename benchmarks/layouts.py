@@ -24,7 +24,7 @@ from layouts_sim import Figures
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 import sweep
 
-from lightning_jax.train.metrics import read_metrics
+from lightning_jax.train.watch.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "benchmarks" / "layouts.yaml"

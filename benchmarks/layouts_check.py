@@ -32,7 +32,7 @@ from layouts_sim import (
 from lightning_jax.settings import load_config
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import METRICS, SETTINGS
-from lightning_jax.train.metrics import read_metrics
+from lightning_jax.train.watch.metrics import read_metrics
 
 PYTHON = PythonCosts(agent_s=2e-3, gateway_s=2.2e-3)  # issue 35, and the openai client
 CPU_SHARE = 0.5

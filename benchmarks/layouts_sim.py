@@ -4,7 +4,7 @@
 
 A rollout is a chain of turns. A turn waits for Python, is prefilled, gains one token in each decode
 step, and is followed by its tool. The duration of a decode step grows with the number of requests.
-Which groups begin and which ones a step takes follows the rules of `lightning_jax.train.groups`,
+Which groups begin and which ones a step takes follows `lightning_jax.train.loop.groups`,
 which a test compares.
 Nothing here reads a clock or a device: the result is a function of the arguments.
 

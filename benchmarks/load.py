@@ -41,8 +41,8 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rollouts.agents.event_loop import isolate_agent
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
+from lightning_jax.system.memory import freeze_objects, return_freed_memory
 from lightning_jax.traces.store import Store
-from lightning_jax.train.runtime import freeze_objects, return_freed_memory
 from lightning_jax.types import LLM, Task
 
 WORDS = "SELECT name, count(*) FROM singer WHERE country = 'France' AND age > 20 GROUP BY name"

@@ -36,7 +36,7 @@ from lightning_jax.rl.prepare import prepare_policies
 from lightning_jax.rl.update.updater import Updater
 from lightning_jax.traces.roles import only_trained
 from lightning_jax.train.config import Config
-from lightning_jax.train.updaters import phase_updater
+from lightning_jax.train.state.updaters import phase_updater
 from lightning_jax.types import Trajectory, Transition
 
 ROLES = ("speaker", "listener")

@@ -33,7 +33,7 @@ from serve import HERE, PeerError, as_words, events, hf_directory, print_line, p
 from updates import WORKLOADS, Result, num_tokens
 
 from lightning_jax.testing.machine import environment
-from lightning_jax.train.metrics import Row, read_metrics
+from lightning_jax.train.watch.metrics import Row, read_metrics
 
 COLUMNS = ("seconds", "ratio", "tokens/s", "computed", "cpu s", "first s", "MiB", "x MiB", "norm")
 OURS, OURS_BF16 = "lightning_jax", "lightning_jax bf16"

@@ -14,7 +14,7 @@ from lightning_jax.models.formats.load import load_model
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.train.config import Config
-from lightning_jax.train.updaters import phase_updater
+from lightning_jax.train.state.updaters import phase_updater
 
 # Row sizes chosen for the known lengths of the calls.
 BATCHES = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning_jax as lj
 import lightning_jax.types
-from lightning_jax.train import trainer
+from lightning_jax.train.loop import trainer
 
 ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("python_api.md")

@@ -25,7 +25,7 @@ from lightning_jax.gateway.dialects.unknown_fields import BINDING
 from lightning_jax.gateway.metrics import COUNTERS
 from lightning_jax.loading import load_function
 from lightning_jax.traces import attributes
-from lightning_jax.train.curves import DESCRIPTIONS, metric_descriptions
+from lightning_jax.train.watch.curves import DESCRIPTIONS, metric_descriptions
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "lightning_jax"

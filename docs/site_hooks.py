@@ -97,7 +97,7 @@ def _python_details() -> str:
     for name, module in lj._MODULES.items():
         path = f"lightning_jax.{module}"
         if name == "train":
-            path = "lightning_jax.train.trainer.train"
+            path = "lightning_jax.train.loop.trainer.train"
         elif name not in lj._WHOLE:
             path += "." + lj._RENAMED.get(name, name)
         blocks.append(f"::: {path}\n")

@@ -37,7 +37,7 @@ from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import METRICS, STORE
-from lightning_jax.train.metrics import read_metrics
+from lightning_jax.train.watch.metrics import read_metrics
 from lightning_jax.types import FINISHED, Rollout
 
 CONFIG = str(Path(__file__).parent / "configs" / "openended_cpu.yaml")

@@ -18,7 +18,7 @@ from typing import NoReturn
 from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.train.config import Config
-from lightning_jax.train.status import read_end
+from lightning_jax.train.directory import read_end
 
 POLL_S = 0.2  # between two looks at running processes
 

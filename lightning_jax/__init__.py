@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from lightning_jax.settings import load_config as load_config
     from lightning_jax.traces.store import Store as Store
     from lightning_jax.train.config import Config as Config
-    from lightning_jax.train.inference import evaluate as evaluate
+    from lightning_jax.train.loop.inference import evaluate as evaluate
+    from lightning_jax.train.loop.startup import open_run as open_run
+    from lightning_jax.train.loop.trainer import train as train
     from lightning_jax.train.memory.plan import plan_run as plan  # noqa: F401
-    from lightning_jax.train.startup import open_run as open_run
-    from lightning_jax.train.trainer import train as train
     from lightning_jax.types import LLM as LLM
     from lightning_jax.types import Rollout as Rollout
     from lightning_jax.types import Span as Span
@@ -75,8 +75,8 @@ _MODULES = {
     "losses": "rl.losses",
     # A whole run.
     "train": "train",
-    "evaluate": "train.inference",
-    "open_run": "train.startup",
+    "evaluate": "train.loop.inference",
+    "open_run": "train.loop.startup",
     "plan": "train.memory.plan",
     "verify": "cli.verify",
     # Settings.

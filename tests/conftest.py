@@ -133,8 +133,8 @@ def undrawn() -> Iterator[None]:
     Tests of the plot enable it again.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if "lightning_jax.train.metrics" in sys.modules:
-            patch.setattr("lightning_jax.train.metrics.plot_curves", lambda *_: None)
+        if "lightning_jax.train.watch.metrics" in sys.modules:
+            patch.setattr("lightning_jax.train.watch.metrics.plot_curves", lambda *_: None)
         yield
 
 

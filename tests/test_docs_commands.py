@@ -149,7 +149,8 @@ def test_each_command_runs_or_is_marked() -> None:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project with the runs that pages name."""
-    FORKS.set_forkserver_preload(["lightning_jax.cli.main", "lightning_jax.train.run", "openai"])
+    modules = ["lightning_jax.cli.main", "lightning_jax.train.loop.run", "openai"]
+    FORKS.set_forkserver_preload(modules)
     shell = Shell("", tmp_path_factory.mktemp("pages"))
     shell.run(Command(("lightning-jax", "new", "dates")))
     shell.run(Command(("cd", "dates")))

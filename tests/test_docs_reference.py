@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lightning_jax.loading import load_function
-from lightning_jax.train.curves import DESCRIPTIONS, describe, metric_descriptions
+from lightning_jax.train.watch.curves import DESCRIPTIONS, describe, metric_descriptions
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_jax"

@@ -30,6 +30,9 @@ ROOMS = (
 )
 # Modules and rooms in a room, in the same order.
 INNER = {
+    "train": (
+        *("config", "directory", "sinks", "tasks", "state", "watch", "memory", "prompts", "loop"),
+    ),
     "rollouts": (
         *("config", "agents", "workers", "rewards", "results"),
         *("conditions", "deadlines", "servers", "runner", "collect"),

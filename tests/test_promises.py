@@ -18,9 +18,9 @@ from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config, DataConfig
-from lightning_jax.train.data import load_tasks
 from lightning_jax.train.memory.plan import GIB, MemoryItem, Plan, one_line
-from lightning_jax.train.report import failure_table
+from lightning_jax.train.tasks.data import load_tasks
+from lightning_jax.train.watch.report import failure_table
 
 TOY = Path(__file__).with_name("toy_agent.py")
 PROMISES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("promises.yaml").read_text())

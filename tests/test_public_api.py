@@ -51,7 +51,8 @@ def test_a_misspelled_name_is_answered_with_the_closest_one() -> None:
 
 
 def test_the_room_train_can_be_called() -> None:
-    from lightning_jax.train import config, trainer
+    from lightning_jax.train import config
+    from lightning_jax.train.loop import trainer
 
     assert lj.train.trainer is trainer  # pyright: ignore[reportFunctionMemberAccess]
     running = lj.train(config.Config(), [], [])

@@ -547,7 +547,7 @@ def _run_config(setting: Setting, folder: Path) -> Any:
 def _grpo_steps(setting: Setting) -> Iterator[Figure]:
     import tempfile
 
-    from lightning_jax.train.trainer import train
+    from lightning_jax.train.loop.trainer import train
 
     folder = Path(tempfile.mkdtemp(prefix="grpo", dir=_made(setting.work)))
     config = _run_config(setting, folder)

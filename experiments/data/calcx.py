@@ -14,7 +14,7 @@ from dataset_files import require_text
 from generated_problems import generated_problems
 
 from lightning_jax.schema import Count
-from lightning_jax.train.record_files import DatasetError, Record, read_records
+from lightning_jax.train.tasks.record_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
 
 # File names of the splits as published. Calc-X's test split is never read.

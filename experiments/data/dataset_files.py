@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.train.record_files import DatasetError, Record
+from lightning_jax.train.tasks.record_files import DatasetError, Record
 
 
 def require_text(record: Record, names: tuple[str, ...], where: str) -> None:

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from side_process import side_process
 
 from lightning_jax.schema import Count, Positive
-from lightning_jax.train.record_files import DatasetError, Record, read_records
+from lightning_jax.train.tasks.record_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
 
 SEARCH = Path(__file__).parents[2] / "agents" / "paragraph_search.py"

@@ -27,10 +27,10 @@ from lightning_jax.studio.terminal import as_terminal
 from lightning_jax.system.text import printable
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
-from lightning_jax.train.data import evenly_spaced, load_tasks
-from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
-from lightning_jax.train.report import failure_table
-from lightning_jax.train.task_files import read_tasks
+from lightning_jax.train.loop.inference import PolicySource, open_runner, run_tasks
+from lightning_jax.train.tasks.data import evenly_spaced, load_tasks
+from lightning_jax.train.tasks.task_files import read_tasks
+from lightning_jax.train.watch.report import failure_table
 from lightning_jax.types import Rollout, Task
 
 

@@ -11,7 +11,7 @@ from lightning_jax.studio import DEFAULT_CHARS
 
 if TYPE_CHECKING:
     from lightning_jax.train.config import Config
-    from lightning_jax.train.inference import PolicySource
+    from lightning_jax.train.loop.inference import PolicySource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class PolicyCommand(SettingsCommand):
     def load(self) -> "tuple[Config, PolicySource]":
         """Return the settings and what answers the calls. Raises ConfigError for a wrong flag."""
         from lightning_jax.settings import ConfigError, load_config
-        from lightning_jax.train.check import check_agent, check_model
         from lightning_jax.train.config import Config
         from lightning_jax.train.directory import find_weights, with_fixed_paths
+        from lightning_jax.train.loop.check import check_agent, check_model
 
         stop_on_sigterm()
         for name, value in (("--url", self.url), ("--model", self.model)):
@@ -61,7 +61,7 @@ class PolicyCommand(SettingsCommand):
             check_model(config)
 
         from lightning_jax.gateway.calls.remote import remote_role  # imports JAX, after the checks
-        from lightning_jax.train.inference import PolicySource
+        from lightning_jax.train.loop.inference import PolicySource
 
         if self.url is None:
             return config, PolicySource(run_dir=self.run_dir, model=self.model)

@@ -14,8 +14,8 @@ from lightning_jax.rollouts.results.metrics import earned
 from lightning_jax.rollouts.rewards.components import component_metrics, flipped, rank_correlation
 from lightning_jax.studio.records import Grid, columns
 from lightning_jax.studio.terminal import as_terminal
-from lightning_jax.train.check import read_rewards
-from lightning_jax.train.rescored import Pair, rescored_groups, scored_pairs
+from lightning_jax.train.loop.check import read_rewards
+from lightning_jax.train.loop.rescored import Pair, rescored_groups, scored_pairs
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from lightning_jax.models.formats.load import load_configured
 from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.settings import ConfigError
+from lightning_jax.system.memory import freeze_objects
 from lightning_jax.traces.store import Store
-from lightning_jax.train.runtime import freeze_objects
 
 log = logging.getLogger(__name__)
 

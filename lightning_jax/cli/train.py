@@ -17,9 +17,11 @@ from lightning_jax.system.text import printable, with_marked_lines
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import STORE
-from lightning_jax.train.monitors import TROUBLESHOOTING
-from lightning_jax.train.multihost import is_follower, is_leader
-from lightning_jax.train.report import (
+from lightning_jax.train.loop.startup import MakePage
+from lightning_jax.train.loop.trainer import train
+from lightning_jax.train.state.multihost import is_follower, is_leader
+from lightning_jax.train.watch.monitors import TROUBLESHOOTING
+from lightning_jax.train.watch.report import (
     NOTHING_TRAINED,
     checkpoint_line,
     failure_table,
@@ -27,8 +29,6 @@ from lightning_jax.train.report import (
     learning_table,
     result_table,
 )
-from lightning_jax.train.startup import MakePage
-from lightning_jax.train.trainer import train
 from lightning_jax.types import Task
 
 

@@ -24,8 +24,8 @@ from lightning_jax.studio.terminal import render_rollout, render_run
 from lightning_jax.system.text import printable
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
-from lightning_jax.train.data import load_tasks
-from lightning_jax.train.inference import PolicySource, open_runner, run_tasks
+from lightning_jax.train.loop.inference import PolicySource, open_runner, run_tasks
+from lightning_jax.train.tasks.data import load_tasks
 from lightning_jax.types import Rollout, Task
 
 MAX_TASK_CHARS = 400

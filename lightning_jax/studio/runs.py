@@ -19,10 +19,18 @@ from lightning_jax.studio import Axis
 from lightning_jax.studio.records import Grid, columns
 from lightning_jax.system.text import printable
 from lightning_jax.traces.listing import StoreListing
-from lightning_jax.train.directory import LOCK, METRICS, SETTINGS, SOURCES, STORE, require_run
-from lightning_jax.train.metrics import Row, read_rows
-from lightning_jax.train.report import NOTHING_TRAINED, is_untrained
-from lightning_jax.train.status import is_locked, read_end
+from lightning_jax.train.directory import (
+    LOCK,
+    METRICS,
+    SETTINGS,
+    SOURCES,
+    STORE,
+    is_locked,
+    read_end,
+    require_run,
+)
+from lightning_jax.train.watch.metrics import Row, read_rows
+from lightning_jax.train.watch.report import NOTHING_TRAINED, is_untrained
 
 Status = Literal["running", "finished", "stopped", "failed", "unreadable"]
 

@@ -8,7 +8,7 @@ from typing import Any
 class _Room(ModuleType):
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Call `trainer.train`."""
-        from lightning_jax.train.trainer import train
+        from lightning_jax.train.loop.trainer import train
 
         return train(*arguments, **options)
 

@@ -11,8 +11,8 @@ from arena import warm_engine
 
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.system.memory import freeze_objects
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.train.runtime import freeze_objects
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ from damaged_files import (
 from lightning_jax.errors import Coded
 from lightning_jax.models.formats.find import load_tokenizer
 from lightning_jax.models.formats.load import load_model
-from lightning_jax.train.checkpoint import Checkpointer
+from lightning_jax.train.state.checkpoint import Checkpointer
 
 
 def main(folder: Path, seed: int, number: int, limit: int) -> None:

@@ -20,9 +20,9 @@ from lightning_jax.models.formats.param_names import flatten, named_params
 from lightning_jax.rl.config import OptimizerConfig
 from lightning_jax.rl.update.train_state import TrainState, init_state, make_optimizer
 from lightning_jax.testing.tiny import tiny_model
-from lightning_jax.train.checkpoint import Checkpointer
-from lightning_jax.train.checkpoint_files import CHECKSUMS
 from lightning_jax.train.config import CheckpointConfig
+from lightning_jax.train.state.checkpoint import Checkpointer
+from lightning_jax.train.state.checkpoint_files import CHECKSUMS
 
 HF, GGUF, CHECKPOINT = "hf", "model.gguf", "checkpoint"
 OLDER = "older checkpoint"  # without checksums

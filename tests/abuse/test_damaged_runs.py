@@ -28,9 +28,16 @@ from lightning_jax.studio.runs import find_runs, runs_table
 from lightning_jax.studio.terminal import as_terminal
 from lightning_jax.traces.store import Store, StoreError
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import LOCK, METRICS, SETTINGS, SOURCES, STORE
-from lightning_jax.train.startup import _locked
-from lightning_jax.train.status import is_locked, recorded_end
+from lightning_jax.train.directory import (
+    LOCK,
+    METRICS,
+    SETTINGS,
+    SOURCES,
+    STORE,
+    is_locked,
+    recorded_end,
+)
+from lightning_jax.train.loop.startup import _locked
 from lightning_jax.types import Rollout
 
 FILES = (SETTINGS, SOURCES, METRICS, STORE, "ended.json")

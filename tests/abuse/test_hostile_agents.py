@@ -17,7 +17,7 @@ from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
-from lightning_jax.train.trainer import train
+from lightning_jax.train.loop.trainer import train
 from lightning_jax.types import Rollout, Task
 
 AGENTS = Path(__file__).with_name("hostile_agents.py")

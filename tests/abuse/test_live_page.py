@@ -12,7 +12,7 @@ from lightning_jax.gateway.calls.remote import RemoteEngine
 from lightning_jax.studio.live.server import page_of
 from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import SETTINGS, STORE
-from lightning_jax.train.startup import add_page
+from lightning_jax.train.loop.startup import add_page
 
 
 @pytest.mark.parametrize("api_key", [None, "owner-key"])

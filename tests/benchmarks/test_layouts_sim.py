@@ -19,7 +19,7 @@ from layouts_sim import (
     summarize,
 )
 
-from lightning_jax.train import step_groups
+from lightning_jax.train.tasks import source
 from lightning_jax.types import Rollout
 
 # A decode step of n requests takes 1 + 0.5 n seconds; 10 tokens are prefilled in a second.
@@ -153,14 +153,14 @@ async def test_a_step_takes_the_groups_that_a_run_would_take() -> None:
         unfinished = rng.random(8) < 0.4
         simulated = [Group(v, int(u)) for v, u in zip(versions, unfinished, strict=True)]
         real = [
-            step_groups.Group(
+            source.Group(
                 (0, i), v, {"id": "x"}, (asyncio.create_task(rollout(never if u else ended)),)
             )
             for i, (v, u) in enumerate(zip(versions, unfinished, strict=True))
         ]
         await asyncio.sleep(0)
         settings = {"step": step, "per_step": number, "max_staleness": bound}
-        expected = step_groups.oldest_complete(real, number, **settings)
+        expected = source.oldest_complete(real, number, **settings)
         taken = groups_to_take(simulated, number, **settings)
         assert (taken and [simulated.index(group) for group in taken]) == (
             expected and [group.key[1] for group in expected]

@@ -18,9 +18,9 @@ from lightning_jax.settings import save_config
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.check import read_rewards
 from lightning_jax.train.config import Config
-from lightning_jax.train.rescored import rescored_groups
+from lightning_jax.train.loop.check import read_rewards
+from lightning_jax.train.loop.rescored import rescored_groups
 from lightning_jax.types import Rollout, Span, Task
 
 ROOT = Path(__file__).parents[2]

@@ -33,8 +33,8 @@ from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
-from lightning_jax.train.startup import open_run
-from lightning_jax.train.trainer import train
+from lightning_jax.train.loop.startup import open_run
+from lightning_jax.train.loop.trainer import train
 from lightning_jax.types import LLM, Task
 
 pytest.importorskip("ray", reason="the extra ray is not installed")

@@ -22,7 +22,7 @@ from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import save_config
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import CheckpointConfig, DataConfig
-from lightning_jax.train.metrics import read_metrics
+from lightning_jax.train.watch.metrics import read_metrics
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 pytestmark = pytest.mark.slow

@@ -27,7 +27,7 @@ from lightning_jax.testing.records import sequence
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config
 from lightning_jax.train.memory.lowering import lower_step
-from lightning_jax.train.updaters import phase_updater
+from lightning_jax.train.state.updaters import phase_updater
 
 
 def _loss(params, config, tokens, positions, ends, remat):

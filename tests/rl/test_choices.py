@@ -23,7 +23,7 @@ from lightning_jax.settings import ConfigError, changed_keys, load_config, save_
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config
-from lightning_jax.train.updaters import phase_updater
+from lightning_jax.train.state.updaters import phase_updater
 
 STRICT_PROMOTION = False  # optax mixes dtypes
 MODEL = tiny_model(num_layers=1)

@@ -17,8 +17,8 @@ from lightning_jax.studio.runs import find_runs, read_run, runs_table
 from lightning_jax.studio.terminal import as_markdown
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
-from lightning_jax.train.startup import _locked
-from lightning_jax.train.status import read_end
+from lightning_jax.train.directory import read_end
+from lightning_jax.train.loop.startup import _locked
 
 
 def make(

@@ -57,15 +57,15 @@ def _check(argv: list[str]) -> None:
     Tasks in files are read. A loader is not called, because it may take long.
     """
     from lightning_jax.settings import changed_keys, load_with_derived
-    from lightning_jax.train.check import check_start
     from lightning_jax.train.config import Config
     from lightning_jax.train.directory import SETTINGS
-    from lightning_jax.train.resume import HARMLESS
+    from lightning_jax.train.loop.check import check_start
+    from lightning_jax.train.state.resume import HARMLESS
 
     config, derived = load_with_derived(Config, argv)
     check_start(config)
     if config.data.load is None:
-        from lightning_jax.train.data import load_tasks
+        from lightning_jax.train.tasks.data import load_tasks
 
         load_tasks(config)  # logs how many there are
     print(f"a run can start: {' '.join(argv)}")

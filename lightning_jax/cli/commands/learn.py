@@ -74,9 +74,9 @@ class Learn(Command):
     )
 
     def run(self) -> int:
-        from lightning_jax.train.check import check_start
-        from lightning_jax.train.data import load_tasks
         from lightning_jax.train.directory import SETTINGS, STORE, require_run, with_fixed_paths
+        from lightning_jax.train.loop.check import check_start
+        from lightning_jax.train.tasks.data import load_tasks
 
         stop_on_sigterm()
         if self.supervised == self.policy:
@@ -100,8 +100,8 @@ class Learn(Command):
         """Return the settings of the new run. Raises ConfigError if a flag does not fit them."""
         from lightning_jax.rollouts.conditions import parse_condition
         from lightning_jax.settings import ConfigError
-        from lightning_jax.train.check import read_rewards
         from lightning_jax.train.config import LearnConfig
+        from lightning_jax.train.loop.check import read_rewards
 
         source = self.run_dir
         if self.policy and (self.where is not None or self.best):

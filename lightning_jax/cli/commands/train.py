@@ -26,10 +26,10 @@ class Train(SettingsCommand):
 
     def run(self) -> int:
         from lightning_jax.settings import load_config
-        from lightning_jax.train.check import check_start
         from lightning_jax.train.config import Config
-        from lightning_jax.train.data import load_tasks
         from lightning_jax.train.directory import with_fixed_paths
+        from lightning_jax.train.loop.check import check_start
+        from lightning_jax.train.tasks.data import load_tasks
 
         stop_on_sigterm()
         layers = self.layers()
@@ -70,8 +70,8 @@ class Plan(SettingsCommand):
 
     def run(self) -> int:
         from lightning_jax.settings import load_config
-        from lightning_jax.train.check import check_model
         from lightning_jax.train.config import Config
+        from lightning_jax.train.loop.check import check_model
 
         if self.devices is not None and self.target is not None:
             raise UsageError(

@@ -34,8 +34,8 @@ class Worker(SettingsCommand):
         from lightning_jax.rollouts.workers.worker import Server, work, worker_name
         from lightning_jax.settings import ConfigError, load_config
         from lightning_jax.system.network import go_direct
-        from lightning_jax.train.check import check_agent
         from lightning_jax.train.config import Config
+        from lightning_jax.train.loop.check import check_agent
 
         key = self.key or os.environ.get(KEY)
         if not key:

@@ -12,8 +12,8 @@ from lightning_jax.rl.scope import ALL
 from lightning_jax.settings import load_config
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
-from lightning_jax.train.data import evenly_spaced
 from lightning_jax.train.directory import SETTINGS, STORE, require_run
+from lightning_jax.train.tasks.data import evenly_spaced
 
 # Allowed difference in nats, because sampler and trainer round differently. Measured for
 # SmolLM2-135M on a CPU: up to 3.4e-5 in float32, and up to 0.32 (0.035 on average) in bfloat16.

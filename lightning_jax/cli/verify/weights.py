@@ -14,9 +14,9 @@ from lightning_jax.models.formats.load import load_model
 from lightning_jax.models.lora import overlay, trained_part
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.scope import PolicyScope
-from lightning_jax.train.checkpoint import Checkpointer
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import CHECKPOINTS, exported_step
+from lightning_jax.train.state.checkpoint import Checkpointer
 
 
 @dataclass(frozen=True)

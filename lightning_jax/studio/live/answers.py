@@ -26,7 +26,7 @@ from lightning_jax.studio.records import (
 )
 from lightning_jax.system.text import printable
 from lightning_jax.traces.listing import Filter, Order, StoreListing
-from lightning_jax.train.curves import warmup_steps
+from lightning_jax.train.watch.curves import warmup_steps
 from lightning_jax.types import PHASES, Rollout
 
 MAX_PAGE = 200  # rows of one answer

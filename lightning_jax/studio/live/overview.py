@@ -12,8 +12,8 @@ from lightning_jax.studio.comparison import SIGNIFICANT
 from lightning_jax.studio.records import Json, Verdict
 from lightning_jax.studio.runs import RunSummary
 from lightning_jax.traces.listing import Filter, StoreListing
-from lightning_jax.train.curves import warmup_steps
-from lightning_jax.train.metrics import Row
+from lightning_jax.train.watch.curves import warmup_steps
+from lightning_jax.train.watch.metrics import Row
 from lightning_jax.types import Rollout
 
 WINDOW_S = 10.0  # over which the rate is measured

@@ -21,7 +21,7 @@ from lightning_jax.models.mesh import make_mesh, serving_mesh
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.shape import DecoderConfig, Execution
 from lightning_jax.settings import ConfigError
-from lightning_jax.system.memory_limits import Limit, smallest_limit
+from lightning_jax.system.memory import Limit, smallest_limit
 from lightning_jax.train.config import Config
 from lightning_jax.train.memory.host import (
     checkpoint_item,
@@ -38,7 +38,7 @@ from lightning_jax.train.memory.items import (
     step_items,
 )
 from lightning_jax.train.memory.lowering import lower_step
-from lightning_jax.train.updaters import phase_updater
+from lightning_jax.train.state.updaters import phase_updater
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lightning_jax.train.status import Status
+from lightning_jax.train.directory import Status
 
 Row = Mapping[str, float | int]  # metrics and the step
 

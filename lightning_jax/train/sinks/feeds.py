@@ -11,12 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.settings import flatten, read_saved
+from lightning_jax.settings import ConfigError, flatten, read_saved
 from lightning_jax.system.files import write_whole
+from lightning_jax.system.packages import is_installed
 from lightning_jax.train.config import MetricsConfig
 from lightning_jax.train.directory import SETTINGS, SINKS_OPENED
 from lightning_jax.train.sinks.base import ResultTable, Row, RunIdentity, Sink, Status
-from lightning_jax.train.sinks.registry import SINKS
+from lightning_jax.train.sinks.mlflow_sink import MlflowSink
+from lightning_jax.train.sinks.tensorboard_sink import TensorBoardSink
+from lightning_jax.train.sinks.trackio_sink import TrackioSink
+from lightning_jax.train.sinks.wandb_sink import WandbSink
 from lightning_jax.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -149,3 +153,24 @@ def _read(path: Path) -> dict[str, Any]:
         return {"id": str(saved["id"]), "sinks": [str(name) for name in saved["sinks"]]}
     except (OSError, ValueError, TypeError, KeyError):  # missing or damaged
         return {"id": secrets.token_hex(4), "sinks": []}
+
+
+# Each needs the package of its name. `metrics.jsonl` is not one of them: a run always has it.
+SINKS: dict[str, Callable[[RunIdentity], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+    "trackio": TrackioSink,
+}
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raise ConfigError for the first sink whose package is not installed. Imports none."""
+    for name in names:
+        if name in SINKS and not is_installed(name):
+            raise ConfigError(
+                f"metrics.sinks names {name}, which is not installed; run `pip install {name}`, or "
+                f"remove {name} from metrics.sinks.",
+                reason="not_installed",
+                key="metrics.sinks",
+            )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_trainer import TASKS, _config
+from toy_runs import TASKS, toy_config
 
 from lightning_jax.cli.main import main
 from lightning_jax.cli.verify import VerifyError, as_text, verify
@@ -22,7 +22,7 @@ from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import CheckpointConfig, EvalConfig
-from lightning_jax.train.trainer import train
+from lightning_jax.train.loop.trainer import train
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train three steps with evaluations before and after. The run holds versions 0, 2 and 3."""
     directory = tmp_path_factory.mktemp("verify")
     save_hf(directory / "tiny", tiny_model(num_layers=1))
-    config = _config(
+    config = toy_config(
         directory / "tiny",
         directory / "run",
         num_steps=3,

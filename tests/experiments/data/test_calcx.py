@@ -12,7 +12,7 @@ from calcx import load_calcx, plain_number
 from coded import raises_coded
 from generated_problems import generated_problems, solve
 
-from lightning_jax.train.record_files import DatasetError
+from lightning_jax.train.tasks.record_files import DatasetError
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "question": "One?", "chain": "<result>1</result>", "result": "1", "source_ds": "x"},

@@ -12,7 +12,7 @@ import pytest
 from coded import raises_coded
 from musique import Search, corpus_of, load_musique, load_with_search, read_corpus
 
-from lightning_jax.train.record_files import DatasetError
+from lightning_jax.train.tasks.record_files import DatasetError
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "musique"
 TEXTS = {

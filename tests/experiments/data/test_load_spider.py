@@ -15,7 +15,7 @@ import pytest
 from coded import raises_coded
 from spider import load_spider, schema_text
 
-from lightning_jax.train.record_files import DatasetError
+from lightning_jax.train.tasks.record_files import DatasetError
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "spider"
 

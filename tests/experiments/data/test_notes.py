@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from notes import NUM_DEV, NUM_TRAIN, load_notes
 
-from lightning_jax.train.record_files import DatasetError
+from lightning_jax.train.tasks.record_files import DatasetError
 
 
 def test_splits_share_no_request_and_are_always_the_same() -> None:

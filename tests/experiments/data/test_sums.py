@@ -5,7 +5,7 @@ import re
 from coded import raises_coded
 from sums import load_sums
 
-from lightning_jax.train.record_files import DatasetError
+from lightning_jax.train.tasks.record_files import DatasetError
 
 
 def _numbers(task: dict) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
 from lightning_jax.settings import ConfigError
-from lightning_jax.system.memory_limits import Limit
+from lightning_jax.system.memory import Limit
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config, WarmupConfig
 from lightning_jax.train.memory import host, plan

@@ -30,7 +30,7 @@ from lightning_jax.train.config import Config, WarmupConfig
 from lightning_jax.train.memory import plan
 from lightning_jax.train.memory.host import process_items
 from lightning_jax.train.memory.lowering import lower_step
-from lightning_jax.train.updaters import phase_updater
+from lightning_jax.train.state.updaters import phase_updater
 
 CONFIGS = Path(__file__).parents[3] / "experiments" / "configs"
 MODEL = tiny_model(num_layers=1)

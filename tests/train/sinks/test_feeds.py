@@ -13,11 +13,10 @@ from log_events import records
 from lightning_jax.settings import ConfigError, load_config, save_config
 from lightning_jax.train.config import Config, MetricsConfig
 from lightning_jax.train.directory import METRICS, SETTINGS
-from lightning_jax.train.metrics import MetricsLog, read_metrics
 from lightning_jax.train.sinks import check_sinks
 from lightning_jax.train.sinks.base import Row, RunIdentity
-from lightning_jax.train.sinks.feeds import MAX_WAITING
-from lightning_jax.train.sinks.registry import SINKS
+from lightning_jax.train.sinks.feeds import MAX_WAITING, SINKS
+from lightning_jax.train.watch.metrics import MetricsLog, read_metrics
 
 LOST = "train/sink_rows_lost/sink=wandb"
 
@@ -142,7 +141,7 @@ def test_hanging_sink_holds_up_neither_steps_nor_the_end(
 
 
 def test_missing_package_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_jax.train.sinks.registry.is_installed", lambda name: False)
+    monkeypatch.setattr("lightning_jax.train.sinks.feeds.is_installed", lambda name: False)
     check_sinks(["jsonl"])
     with raises_coded(ConfigError, "not_installed", "metrics.sinks") as caught:
         check_sinks(["jsonl", "mlflow"])

@@ -12,7 +12,7 @@ from lightning_jax.settings import save_config
 from lightning_jax.system.text import log_plainly
 from lightning_jax.train.config import Config, MetricsConfig
 from lightning_jax.train.directory import METRICS, SETTINGS
-from lightning_jax.train.metrics import MetricsLog
+from lightning_jax.train.watch.metrics import MetricsLog
 
 EVALUATION = {"eval/reward_mean": 0.5, "eval/reward_stderr": 0.25, "eval/num_tasks": 3}
 

@@ -1,0 +1,1 @@
+"""Construction of a run, and its steps."""

@@ -1,0 +1,369 @@
+"""One step of a run: collect rollouts, prepare sequences, update, publish the weights, save."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.rl.batches.masks import with_masks
+from lightning_jax.rl.distill import weigh_teacher
+from lightning_jax.rl.prepare import prepare_policies
+from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.rl.update.noise_scale import noise_metrics
+from lightning_jax.rollouts.runner import Runner
+from lightning_jax.system.files import write_whole
+from lightning_jax.system.memory import return_freed_memory
+from lightning_jax.system.threads import run_in_thread, run_to_end
+from lightning_jax.train.config import Config
+from lightning_jax.train.directory import EXPORTED, METRICS, status_of
+from lightning_jax.train.loop.collect import Collector, evaluate_if_due
+from lightning_jax.train.loop.compile_ahead import CompileAhead
+from lightning_jax.train.loop.serving import ServedPolicy
+from lightning_jax.train.loop.warmup_probes import WarmupProbes
+from lightning_jax.train.prompts.search import PromptSearch, is_due
+from lightning_jax.train.state.export import export
+from lightning_jax.train.state.multihost import Leader
+from lightning_jax.train.state.replica import Replica
+from lightning_jax.train.tasks.hints import Hints
+from lightning_jax.train.tasks.pipelines import Pipelines
+from lightning_jax.train.watch.metrics import MetricsLog
+from lightning_jax.train.watch.monitors import (
+    DropWatch,
+    FiniteWatch,
+    LearningWatch,
+    PackingWatch,
+    serve_metrics,
+    summary,
+    warn_of_mismatch,
+)
+from lightning_jax.train.watch.progress import Progress, count_work
+from lightning_jax.types import Metrics, Rollout, Task, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """One run between steps, and the operations that change it.
+
+    `leader` changes the train state in all processes. `policies` serve its weights, one per
+    state in order, to the agents of `runner`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: LoadedModel,
+        pipelines: Pipelines,
+        leader: Leader[Replica],
+        policies: Sequence[ServedPolicy],
+        runner: Runner,
+        search: PromptSearch,
+        hints: Hints | None = None,
+    ) -> None:
+        self.config, self.directory, self.model = config, Path(config.run_dir), model
+        self.pipelines, self.leader, self.replica = pipelines, leader, leader.target
+        self.policies, self.gateway, self.store = policies, runner.gateway, runner.store
+        self.search, self.hints = search, hints
+        self.progress = Progress(lambda: count_work(self.gateway.stats()))
+        self.compiling = CompileAhead(self.replica, config.total_steps - self.step)
+        self.collector = Collector(
+            config, pipelines, runner, model.tokenizer, self.progress, self.compiling.start
+        )
+        self.grammars = GrammarCompiler.shared(
+            model.tokenizer, model.config.shape.vocab_size, config.serve
+        )
+        self._idle = runner.idle
+        self.collector.groups.restore(self.replica.progress)
+        self.watches = (
+            FiniteWatch(config.weight_scopes, config.algorithm.max_nonfinite_steps),
+            PackingWatch(config.batch),
+            DropWatch(config.batch),
+        )
+        self.learning = LearningWatch()
+        self.metrics = MetricsLog(self.directory / METRICS, self.step, config.metrics)
+        self.probes = WarmupProbes(config.warmup, pipelines.probe_tasks, self._run_probe)
+        self.probes.restore(self.replica.progress)
+        self._changes = asyncio.Lock()  # held by commands to `leader`, except of `saving`
+        # Positions in the pipelines at this step, or None while its state is changing.
+        self._positions: dict[str, Any] | None = self._progress()
+        self.saving: asyncio.Task[float] | None = None  # the checkpoint being written
+        self.row_at = time.monotonic()  # when the last row was complete
+        self._idle_s = self._idle.now_s()  # at that time
+
+    @property
+    def step(self) -> int:
+        """Number of steps that made the current weights."""
+        return self.replica.step
+
+    async def one_step(self) -> Metrics:
+        """Run one step and return its metrics row.
+
+        A step is the rollouts beside an evaluation if one is due, the updates, and the publication
+        of new weights. Once the update begins, a cancelled step is finished first. A warm-up step
+        after which nothing is gained ends the warm-up instead. Raises NotFinite if the gradients of
+        too many steps in a row were not finite.
+        """
+        served = self.gateway.stats()
+        searched = await self.search_prompts() | await self._probe()
+        if self._is_warmup and self.probes.is_past_peak:
+            metrics = await self.saved()
+            return await run_to_end(self._end_warmup(searched | metrics, served))
+        prepare = self._demonstrations if self._is_warmup else self._policy_sequences
+        # Beside the rollouts, which get the first slots. Both use the weights of this step.
+        evaluating = asyncio.create_task(self.evaluate())
+        try:
+            sequences, metrics = await prepare()
+            row = searched | await evaluating
+        finally:
+            evaluating.cancel()
+            await asyncio.gather(evaluating, return_exceptions=True)
+        metrics |= await self.saved()  # it reads the state that the update replaces
+        return await run_to_end(self._finish_step(row, served, sequences, metrics))
+
+    async def _finish_step(
+        self, row: Metrics, served: Metrics, sequences: Sequence[TrainingSequence], metrics: Metrics
+    ) -> Metrics:
+        """Learn from the sequences, publish the weights, and write and return the metrics row."""
+        step, is_warmup = self.step, self._is_warmup
+        async with self._changes:
+            self._positions = None
+            metrics |= await self._learn(sequences)
+            row |= await run_in_thread(self._publish, Replica.advance)
+            await run_in_thread(return_freed_memory)  # before the checkpoint's copies
+            self._positions = self._progress()
+            if self.step % self.config.checkpoint.every == 0:
+                await self._begin_save()
+        if is_warmup:
+            metrics = {name.replace("train/", "warmup/"): v for name, v in metrics.items()}
+        else:
+            metrics |= noise_metrics([*self.metrics.rows, metrics])
+            if self.pipelines.stored_steps is None:  # else other weights have sampled
+                warn_of_mismatch(metrics, step, self.config.model.dtype)
+            self.learning.observe(metrics, step)
+        log.info("step %d: %s", step, summary(metrics))
+        row |= metrics
+        if not is_warmup:
+            row["time/sampler_wait_s"] = self._idle.now_s() - self._idle_s
+        return await self._write_row(step, row, served)
+
+    async def _write_row(self, step: int, row: Metrics, served: Metrics) -> Metrics:
+        """Write and return the row, completed with the server's metrics and the step's time."""
+        row |= serve_metrics(served, self.gateway.stats())
+        # From row to row, so that it includes drawing the curves of the previous row.
+        row["time/step_s"] = time.monotonic() - self.row_at
+        self.row_at += row["time/step_s"]
+        self._idle_s = self._idle.now_s()
+        await run_in_thread(self.metrics.write, step, row)
+        return row
+
+    async def _probe(self) -> Metrics:
+        """Return the metrics of a probe of the warm-up, or {} if none is due."""
+        started = time.monotonic()
+        metrics = await self.probes.measure_if_due(self.step)
+        if not metrics:
+            return {}
+        if self.probes.is_newest_best:
+            async with self._changes:
+                await run_to_end(run_in_thread(self.leader.call, Replica.keep_weights))
+        log.info(
+            "step %d: attempts differ for %.0f%% of the tasks, and %.0f%% were solved by one",
+            *(self.step, 100 * metrics["warmup/probe_unequal_share"]),
+            100 * metrics["warmup/probe_solved_share"],
+        )
+        return metrics | {"time/probe_s": time.monotonic() - started}
+
+    async def _run_probe(self, tasks: Sequence[Task], step: int, attempts: int) -> list[Rollout]:
+        return await self.collector.run(tasks, "probe", step, attempts)
+
+    async def _end_warmup(self, row: Metrics, served: Metrics) -> Metrics:
+        """Go to the first policy step with the weights of the best probe, and save them."""
+        step, best = self.step, self.probes.best
+        assert best is not None, "a warm-up ends early after a best probe"
+        async with self._changes:
+            self._positions = None
+            row |= await run_in_thread(self._publish, Replica.end_warmup)
+            self._positions = self._progress()
+            await self._begin_save()  # before those of the best probe are deleted
+        log.info(
+            "the warm-up ends at step %d with the weights of step %d, whose probe scored %.2f; "
+            "steps go on at %d",
+            *(step, best.step, best.score, self.step),
+            extra={"event": "warmup_stopped", "step": step, "best_step": best.step},
+        )
+        row["warmup/best_step"] = float(best.step)
+        return await self._write_row(step, row, served)
+
+    async def search_prompts(self) -> Metrics:
+        """Return the metrics of a search for better prompts, or {} if none is due."""
+        if is_due(self.config, self.step):
+            self.progress.begin(f"prompts {self.step}")
+        return await self.search.search_if_due(self.step)
+
+    async def evaluate(self) -> Metrics:
+        """Return the metrics of an evaluation of the current weights, or {} if none is due."""
+        tasks = self.pipelines.dev_tasks
+        results = await evaluate_if_due(self.config, self.collector, self.store, tasks, self.step)
+        if results:  # now, because the row of metrics waits for the update
+            log.info("step %d: %s", self.step, summary(results))
+            results |= self.pipelines.baselines
+        return results
+
+    def _progress(self) -> dict[str, Any]:
+        """Return what a checkpoint of this step keeps of the tasks and groups."""
+        kept = self.pipelines.progress() | self.collector.groups.progress()
+        return kept | (self.probes.progress() if self.config.warmup.stop.every else {})
+
+    @property
+    def _is_warmup(self) -> bool:
+        return self.replica.phase == "warmup"
+
+    async def _demonstrations(self) -> tuple[Sequence[TrainingSequence], Metrics]:
+        """Return the demonstrations of the next step."""
+        started = time.monotonic()
+        sequences, metrics = await asyncio.to_thread(self.pipelines.next_demonstrations)
+        return sequences, metrics | {"time/prepare_s": time.monotonic() - started}
+
+    async def _policy_sequences(self) -> tuple[Sequence[TrainingSequence], Metrics]:
+        """Collect rollouts, and prepare what the next step learns from them."""
+        started = time.monotonic()
+        trajectories, metrics = await self.collector.sample(self.step)
+        metrics["time/rollout_s"] = time.monotonic() - started
+        values = None
+        if self.config.algorithm.has_critic:  # else sending trajectories everywhere is useless
+            async with self._changes:
+                found = await run_in_thread(self.leader.call, Replica.values, trajectories)
+            values, of_values = found
+            metrics |= of_values
+        prepared = time.monotonic()
+        sequences, of_data = await run_in_thread(
+            prepare_policies,
+            trajectories,
+            self.config.algorithm,
+            self.config.policies,
+            policy_version=self.step,
+            values=values,
+        )
+        sequences, of_masks = await run_in_thread(with_masks, sequences, self.grammars)
+        metrics |= of_masks
+        if self.config.distill.has_teacher:
+            sequences, of_teacher = await run_in_thread(self._for_teacher, sequences, trajectories)
+            metrics |= of_teacher
+        return sequences, metrics | of_data | {"time/prepare_s": time.monotonic() - prepared}
+
+    def _for_teacher(
+        self, sequences: Sequence[TrainingSequence], trajectories: Sequence[Trajectory]
+    ) -> tuple[Sequence[TrainingSequence], Metrics]:
+        """Return (the sequences that a teacher will score, with its hints, metrics)."""
+        distill = self.config.distill
+        coef = distill.coef_at(self.step - self.config.warmup.num_steps)
+        mixed = weigh_teacher(sequences, coef=coef, reward_coef=distill.reward_coef, kl=distill.kl)
+        metrics: Metrics = {}
+        if self.hints is not None and coef > 0:
+            mixed, metrics = self.hints.add(mixed, trajectories, self.collector.tasks)
+        return mixed, metrics | {"train/teacher_coef": coef}
+
+    async def _learn(self, sequences: Sequence[TrainingSequence]) -> Metrics:
+        """Train on the sequences. If none has a gradient, the weights stay the same."""
+        self.progress.begin(f"update {self.step}")
+        started = time.monotonic()
+        await run_in_thread(self.compiling.wait)
+        await run_in_thread(return_freed_memory)  # what rollouts and compilation have left
+        with self.gateway.pauses.paused() if self.replica.shares_devices else nullcontext():
+            metrics = await run_in_thread(self.leader.call, Replica.update, sequences)
+        for watch in self.watches:
+            watch.observe(metrics, self.step)
+        return metrics | {"time/train_s": time.monotonic() - started}
+
+    def _publish(self, go_on: Callable[[Replica], None]) -> Metrics:
+        """Go to the next step, load its weights into the engines, and return timing metrics.
+
+        `go_on` is the command that goes there. Weights that the step did not train only get the
+        new version.
+        """
+        self.leader.call(go_on)
+        started = time.monotonic()
+        self.leader.tell(Replica.publish)
+        params = [
+            state.params if scope in self.replica.changed else None
+            for scope, state in zip(self.replica.scopes, self.replica.states, strict=True)
+        ]
+        with self.replica.dispatching():
+            for policy, changed in zip(self.policies, params, strict=True):
+                policy.publish(changed, self.step)
+        seconds = time.monotonic() - started
+        self.store.add_version(self.step, self.step)
+        number = sum(leaf.size for leaf in jax.tree.leaves(params))
+        size = number * jnp.dtype(self.config.model.dtype).itemsize
+        return {"time/publish_s": seconds, "serve/publish_gb_per_s": size / seconds / 1e9}
+
+    async def _begin_save(self) -> None:
+        """Start writing a checkpoint of this step, unless there is one.
+
+        It is written while the next rollouts run. `saved` waits for it.
+        """
+        positions = self._positions
+        assert positions is not None, "the state is whole"
+
+        def save() -> float:
+            started = time.monotonic()
+            self.leader.call(Replica.save, positions)
+            return time.monotonic() - started
+
+        self.saving = asyncio.create_task(run_in_thread(save))
+        if jax.process_count() > 1:  # the leader's commands must not overlap
+            await self.saving
+
+    async def saved(self) -> Metrics:
+        """Wait for the checkpoint being written, if any. Return its duration and the wait.
+
+        Raises CheckpointError if it could not be written.
+        """
+        saving, started = self.saving, time.monotonic()
+        if saving is None:
+            return {}
+        try:
+            took = await asyncio.shield(saving)
+        finally:
+            if saving.done():
+                self.saving = None
+        if not self._is_warmup:
+            await run_in_thread(self.replica.forget_weights)
+        return {"time/checkpoint_s": took, "time/checkpoint_wait_s": time.monotonic() - started}
+
+    async def save(self) -> None:
+        """Write a checkpoint of this step, unless there is one.
+
+        During an update, wait for its end. If it failed, write none.
+        """
+        self.progress.begin("checkpoint")
+        await self.saved()
+        async with self._changes:
+            if self._positions is not None:
+                await self._begin_save()
+                await self.saved()
+
+    def export(self) -> None:
+        """Export the policies. See `export.export`."""
+        (self.directory / EXPORTED).unlink(missing_ok=True)
+        for scope in self.replica.scopes:
+            params = self.leader.call(Replica.whole_params, scope)
+            export(self.directory, self.model, scope.policy, params, self.config.adapters)
+        write_whole(self.directory / EXPORTED, f'{{"step": {self.step}}}\n')
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """Wait for a checkpoint being written, draw the curves and end the metric sinks.
+
+        `error` is what ends the run early, if anything does.
+        """
+        try:
+            await self.saved()
+        finally:
+            await run_in_thread(self.metrics.close, status_of(error), self.config.eval.by)

@@ -1,0 +1,326 @@
+"""Construction of a run from its settings and its directory, in order: model, state, engines,
+gateway, runner.
+"""
+
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from aiohttp import web
+from filelock import FileLock, Timeout
+
+from lightning_jax.engine.engine import Engine
+from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.http.server import local_url
+from lightning_jax.gateway.sessions.open_rollouts import ReadActivity
+from lightning_jax.models.config import AUTO
+from lightning_jax.models.formats.load import LoadedModel, load_configured
+from lightning_jax.models.lora import adapted
+from lightning_jax.models.precision import resolve_dtype
+from lightning_jax.rl.choices import load_choices
+from lightning_jax.rollouts.agents.event_loop import isolate_agent
+from lightning_jax.rollouts.agents.functions import Agent, AgentFunction
+from lightning_jax.rollouts.collect import with_ids
+from lightning_jax.rollouts.rewards.scoring import make_scorer
+from lightning_jax.rollouts.runner import Runner
+from lightning_jax.rollouts.servers import RolloutServer
+from lightning_jax.rollouts.workers.pool import OtherMachines, open_workers
+from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.system.files import make_private, warn_if_open
+from lightning_jax.system.memory import freeze_objects, return_freed_memory
+from lightning_jax.system.network import go_direct
+from lightning_jax.system.process_state import kept_process
+from lightning_jax.traces.store import Store
+from lightning_jax.train.config import Config
+from lightning_jax.train.directory import LOCK, SETTINGS, STORE, recorded_end, with_fixed_paths
+from lightning_jax.train.loop.agent_choice import choose_trained_agent
+from lightning_jax.train.loop.groups import untaken_ids
+from lightning_jax.train.loop.run import Run
+from lightning_jax.train.loop.serving import prepare_serving, requests_at_once
+from lightning_jax.train.memory import plan
+from lightning_jax.train.prompts.chosen import forget_chosen
+from lightning_jax.train.prompts.search import PromptSearch, check_search
+from lightning_jax.train.sinks import check_sinks
+from lightning_jax.train.state.multihost import Leader
+from lightning_jax.train.state.replica import Replica
+from lightning_jax.train.state.resume import digests, find_changes, resume
+from lightning_jax.train.tasks.hints import make_hints
+from lightning_jax.train.tasks.pipelines import Pipelines, no_tasks
+from lightning_jax.train.tasks.stored import Stored
+from lightning_jax.types import LLM, Task
+
+log = logging.getLogger(__name__)
+
+LOCK_S = 1.0  # to wait for the lock of a run directory
+
+# Makes the page of a run directory that its server shows. The text is the key that it asks for.
+MakePage = Callable[[Path, str, ReadActivity], web.Application]
+
+
+@asynccontextmanager
+async def open_run(
+    config: Config,
+    train_tasks: Sequence[Task],
+    dev_tasks: Sequence[Task],
+    *,
+    agent: AgentFunction | None = None,
+    make_page: MakePage | None = None,
+    stored: Stored | None = None,
+) -> AsyncIterator[Run]:
+    """Yield a run at the current step of its directory, with its server running.
+
+    With `stored` it learns from that, and needs an agent only to evaluate. Everything is closed at
+    the end.
+    """
+    _check_settings(config)
+    async with AsyncExitStack() as at_end:  # last in, first out
+        config = at_end.enter_context(guarded_process(config))
+        train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
+        if not train_tasks and stored is None and not config.agent.external:
+            raise no_tasks()
+        made = choose_trained_agent(
+            config.agent,
+            agent,
+            (*train_tasks, *dev_tasks),
+            num_others=config.cluster.workers,
+            samples=stored is None,
+        )
+        if made is None:
+            log.info("no evaluations: nothing here runs the agent; set agent.function")
+            dev_tasks = []
+        check_search(config, train_tasks)
+        algorithm = load_choices(config.algorithm)
+        directory = Path(config.run_dir)
+        at_end.enter_context(_locked(directory))  # before loading the model, which takes long
+        config = with_dtypes(config)
+        sources = digests(config, train_tasks, dev_tasks, agent)
+        changed = find_changes(config, sources)
+        model = _model_that_fits(config)
+        store = at_end.enter_context(closing(Store(directory / STORE)))
+        pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks, stored)
+        hints = make_hints(config.distill.hint, model.tokenizer, train_tasks)
+        serve = prepare_serving(config, model, store)
+        replica = Replica(replace(config, algorithm=algorithm), model)
+        at_end.callback(replica.close)
+        leader = Leader(replica)
+        at_end.callback(leader.stop_followers)
+        pipelines.restore(replica.progress)
+        forget_chosen(directory, changed, replica.step)  # first, as `resume` saves the settings
+        resume(store, config, sources, changed, replica.step, untaken_ids(replica.progress))
+        leader.tell(Replica.publish_all)
+        served = await at_end.enter_async_context(serve(replica))
+        if make_page is not None:
+            add_page(make_page, directory, config.serve.api_key, served.gateway)
+        return_freed_memory()  # copies of the weights on their way to the engines
+        service = open_service(
+            served.gateway,
+            served.engines,
+            made,
+            config,
+            requests_at_once(config),
+            served.server,
+            served.workers,
+        )
+        runner = await at_end.enter_async_context(service)
+        run = Run(
+            replica.config,
+            model,
+            pipelines,
+            leader,
+            served.policies,
+            runner,
+            PromptSearch(config, runner, train_tasks, replica.step),
+            hints,
+        )
+        at_end.push_async_exit(lambda _, error, __: run.close(error))
+        yield run
+
+
+@contextmanager
+def guarded_process(config: Config) -> Iterator[Config]:
+    """Yield settings that hold whatever an agent does to this process, and restore that at the end.
+
+    Paths are absolute, for agents that change the directory. Calls to the server go around proxies.
+    Enter this before the agent is loaded.
+    """
+    with kept_process():
+        go_direct(local_url((config.serve.host, 0)))
+        yield with_fixed_paths(config)
+
+
+@asynccontextmanager
+async def open_service(
+    gateway: Gateway,
+    engines: Sequence[Engine],
+    agent: Agent | int | None,
+    config: Config,
+    num_requests: int = 1,
+    server: RolloutServer | None = None,
+    others: OtherMachines | None = None,
+) -> AsyncIterator[Runner]:
+    """Start the engines and the gateway, and yield a runner of the agent, here or in workers.
+
+    Without an agent, the runner only takes rollouts from outside.
+
+    Engines begin to compile what `num_requests` need that arrive together. All are closed at the
+    end.
+    """
+    async with AsyncExitStack() as at_end:
+        for engine in engines:
+            at_end.callback(engine.close)
+        at_end.push_async_callback(gateway.close)
+        if isinstance(agent, int):
+            await gateway.start()  # which the workers call
+            workers = open_workers(config.agent, agent, gateway, config.rollout, others)
+            running = await at_end.enter_async_context(workers)
+        else:
+            isolated = isolate_agent(_no_agent if agent is None else agent)
+            running = await at_end.enter_async_context(isolated)
+            await gateway.start()
+        for engine in engines:
+            engine.start(num_requests)
+        at_end.enter_context(freeze_objects())
+        store, decode = gateway.store, gateway.engine.tokenizer.decode
+        assert store is not None, "rollouts are recorded"
+        scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
+        yield Runner(
+            running,
+            gateway,
+            config.rollout,
+            config.seed,
+            scorer,
+            server,
+            dict(config.prompts),
+            config.is_judged,
+        )
+
+
+def add_page(make_page: MakePage, directory: Path, key: str | None, gateway: Gateway) -> None:
+    """Let the gateway show the page of a run, which always asks for a key.
+
+    Agents share the gateway's port, and no key of a rollout opens the page. Without a key in the
+    settings, the page has one of its own, which gives no right but to read.
+    """
+    made = secrets.token_urlsafe(24)
+    login = " (its key is serve.api_key)" if key else f"#key={made}"
+    gateway.show_page(make_page(directory, key or made, gateway.activity), login)
+
+
+async def _no_agent(task: Task, llm: LLM) -> float:
+    raise AssertionError("programs outside run the agent")
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Lock the directory. Raises ConfigError if another process trains there."""
+    make_private(directory)
+    warn_if_open(directory)
+    # Whoever looks whether a run is going on shares the lock for an instant.
+    lock = FileLock(directory / LOCK, timeout=LOCK_S)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"another process trains in {directory}; stop it, wait for it, or set another run_dir.",
+            reason="locked",
+            key="run_dir",
+        ) from None
+    except (OSError, NotImplementedError) as error:  # a file system without locks
+        log.info("%s cannot be locked (%s); do not start a second run there", directory, error)
+    try:
+        with recorded_end(directory):
+            yield
+    finally:
+        lock.release()
+
+
+def with_dtypes(config: Config) -> Config:
+    """Return the settings with dtypes in place of auto.
+
+    A run that has begun keeps its first choice. With several processes nothing is measured, so the
+    file is not read. One of them may be writing it.
+    """
+    model, saved = config.model, Path(config.run_dir) / SETTINGS
+    if model.dtype == AUTO and jax.process_count() == 1 and saved.exists():
+        began = load_config(Config, [str(saved)], only=["model"]).model
+        model = replace(model, dtype=began.dtype, activation_dtype=began.activation_dtype)
+    return replace(config, model=resolve_dtype(model))
+
+
+def load_trainable(config: Config) -> LoadedModel:
+    """Load the model, with all trained weights in float32.
+
+    If rounded to bfloat16 first, a weight would have to move by half the grid spacing before any
+    computation changed.
+    """
+    dtype = config.model.dtype if config.model.lora.rank else "float32"
+    model = load_configured(replace(config.model, dtype=dtype))
+    return adapted(model, config.model.lora, config.seed, config.num_adapters)
+
+
+def _model_that_fits(config: Config) -> LoadedModel:
+    """Load the model. Raises ConfigError if the run would not fit in a device's memory."""
+    model = load_trainable(config)
+    capacity, limit = plan.device_capacity(), plan.process_limit()
+    planned = plan.make_plan(model.config, config, capacity, limit=limit)
+    log.info("%s", plan.one_line(planned))
+    if config.policies:  # shows a misspelled name, which makes one more policy
+        words = (f"{k}" + " (frozen)" * (not v.trains) for k, v in config.policies.items())
+        log.info("policies: %s", ", ".join(words))
+    plan.check_plan(planned)
+    return model
+
+
+def _check_settings(config: Config) -> None:
+    """Raise ConfigError for settings that cannot be used together.
+
+    A run that trains cannot serve with JetStream, which cannot swap weights. With `rollout.ahead`
+    and several processes, the first serves as well, so its devices would start the programs of an
+    update in another order than those of the others.
+    """
+    check_sinks(config.metrics.sinks)
+    if config.serve.orchestrator != "native" and config.total_steps > 0:
+        raise ConfigError(
+            f"serve.orchestrator is {config.serve.orchestrator!r}, which cannot take new weights, "
+            f"and {config.total_steps} steps are to be trained; set it to native, or set num_steps "
+            "and warmup.num_steps to 0 to only evaluate.",
+            reason="conflict",
+            key="serve.orchestrator",
+        )
+    if config.cluster.trainers:
+        raise ConfigError(
+            f"cluster.trainers is {config.cluster.trainers}, and only the command can start the "
+            "trainer's processes again; run `lightning-jax train`, or set cluster.trainers=0.",
+            reason="conflict",
+            key="cluster.trainers",
+        )
+    for key, value, fix in (
+        ("learn.run", config.learn.run, ""),
+        ("distill.teacher_url", config.distill.teacher_url, ", or distill.teacher to a model"),
+    ):
+        if value is not None and jax.process_count() > 1:
+            raise ConfigError(
+                f"{key} is set and the run has {jax.process_count()} processes, each of which "
+                f"would read from it; set distributed.mode=none{fix}.",
+                reason="conflict",
+                key=key,
+            )
+    if config.agent.external and (config.cluster.samplers or jax.process_count() > 1):
+        raise ConfigError(
+            "agent.external is true, and rollouts from outside need the engines in one process; "
+            "set cluster.samplers=0 and distributed.mode=none.",
+            reason="conflict",
+            key="agent.external",
+        )
+    if config.rollout.ahead and jax.process_count() > 1 and not config.cluster.samplers:
+        raise ConfigError(
+            f"rollout.ahead is {config.rollout.ahead} and the run has {jax.process_count()} "
+            "processes, of which the first serves on devices that also train; set "
+            "rollout.ahead=0, or let samplers of a cluster serve.",
+            reason="conflict",
+            key="rollout.ahead",
+        )

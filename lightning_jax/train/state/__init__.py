@@ -1,0 +1,1 @@
+"""Weights and moments at a step: in processes, on disk, resumed."""

@@ -1,0 +1,1 @@
+"""Tasks, demonstrations and groups that a run learns from, and their order."""

@@ -1,0 +1,1 @@
+"""Metrics, curves, warnings and reports: what people see of a run."""

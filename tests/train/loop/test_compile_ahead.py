@@ -1,0 +1,55 @@
+"""Test that an update uses the programs that were compiled in advance."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.models.config import MeshConfig, ModelConfig
+from lightning_jax.rl.config import BatchConfig
+from lightning_jax.testing.records import sequence
+from lightning_jax.train.config import Config
+from lightning_jax.train.loop.compile_ahead import CompileAhead
+from lightning_jax.train.loop.startup import load_trainable
+from lightning_jax.train.state.replica import Replica
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.WARNING)
+    jax.config.update("jax_log_compiles", True)  # in all threads, unlike jax.log_compiles()
+    yield
+    jax.config.update("jax_log_compiles", False)
+
+
+def test_the_first_update_compiles_nothing_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(
+        run_dir=str(tmp_path / "run"),
+        model=ModelConfig(name="tiny"),
+        serve=ServeConfig(slots=4, max_len=64, prefill_buckets=(32,)),
+        batch=BatchConfig(rows=1, row_len=64, max_targets=32, head_chunk=32),
+        mesh=MeshConfig(fsdp=1),
+    )
+    replica = Replica(config, load_trainable(config))
+    CompileAhead(replica, 0).start()  # no update is left
+    ahead = CompileAhead(replica, 1)
+    ahead.wait()
+    assert not _num_compiled(caplog)
+    for _ in range(2):
+        ahead.start()
+    ahead.wait()
+    assert _num_compiled(caplog) == 2
+    assert replica.update([sequence([1, 2], [3, 4])])["train/num_updates"] == 1
+    assert _num_compiled(caplog) == 2
+    replica.close()
+
+
+def _num_compiled(caplog: pytest.LogCaptureFixture) -> int:
+    """Return how often the two programs of an update were compiled."""
+    ends = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+    return sum("jit(add_grads)" in end or "jit(apply)" in end for end in ends)

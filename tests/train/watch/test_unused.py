@@ -1,0 +1,83 @@
+"""Test that roles, policies and rules without a match are reported once, with what did occur."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from log_events import records
+
+from lightning_jax.models.config import PolicyConfig
+from lightning_jax.rollouts.results.metrics import to_trajectories
+from lightning_jax.traces import attributes
+from lightning_jax.traces.config import RewardRule, RoleConfig
+from lightning_jax.traces.store import Store
+from lightning_jax.traces.trajectories import TraceReader
+from lightning_jax.train.watch.monitors import unused_names
+from lightning_jax.train.watch.report import learning_table
+from lightning_jax.train.watch.unused import UnusedWatch
+from lightning_jax.types import Rollout, Span
+
+READER = TraceReader(
+    roles={"planner": RoleConfig(agent="plan*"), "judge": RoleConfig(model="judge-*")},
+    policies={"one": PolicyConfig(), "two": PolicyConfig()},
+    rules={
+        "late": RewardRule("tool_timeout", -1.0),
+        "polite": RewardRule("response", 0.1, pattern="please"),
+        "short": RewardRule("response", 0.1, pattern="[0-9]", agent="writer"),
+        "any": RewardRule("response", 0.1, pattern="[0-9]"),
+    },
+    decode=str,
+)
+CALL = {
+    attributes.OPERATION_NAME: attributes.CHAT,
+    attributes.POLICY: "gpt-4o",
+    attributes.AGENT: "planner",
+    attributes.ROLE: "planner",
+    attributes.ANSWERED_BY: "one",
+    attributes.PROMPT_TOKEN_IDS: (1, 2),
+    attributes.RESPONSE_TOKEN_IDS: (3,),
+    attributes.BEHAVIOR_LOGPROBS: (-0.1,),
+    attributes.SAMPLING_LOGPROBS: (-0.1,),
+    attributes.POLICY_VERSIONS: (0,),
+    attributes.RESPONSE_FINISH_REASONS: ("stop",),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with closing(Store(tmp_path / "store.sqlite")) as opened:
+        opened.add_span("r0", Span("t", "1", None, "chat gpt-4o", 0, 1, CALL))
+        yield opened
+
+
+def test_each_name_is_reported_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    rollouts = [Rollout("r0", "t", "g", "train", 0, 0, 1, "scored", 1.0)]
+    _, metrics = to_trajectories(store, rollouts, policy_version=0, reader=READER)
+    unused = [("rule", "late"), ("rule", "polite"), ("rule", "short")]
+    unused += [("role", "judge"), ("policy", "two")]
+    assert unused_names([metrics]) == unused
+    watch = UnusedWatch(READER, store)
+    for step in range(2):
+        watch.observe(metrics, rollouts, step)
+    texts = {record.unused: record.getMessage() for record in records(caplog, "unused_name")}
+    assert len(texts) == len(records(caplog, "unused_name")) == 5
+    for name in ("judge", "two"):
+        assert "gpt-4o" in texts[name] and "planner" in texts[name]
+    assert "no tool_timeout" in texts["late"] and "planner" in texts["short"]
+    assert "(3,)" in texts["polite"]
+
+
+def test_the_summary_names_what_matched_in_no_step() -> None:
+    steps = [
+        {
+            "rollout/num_calls": 1.0,
+            "rollout/num_rollouts/role=a": float(step),
+            "rollout/rule_b": 0.0,
+        }
+        for step in range(2)
+    ]
+    assert unused_names(steps) == [("rule", "b")]
+    rows = [row | {"rollout/num_rollouts": 1.0, "train/num_updates": 1.0} for row in steps]
+    assert learning_table(rows).startswith("rule b ")
+    assert unused_names([{"rollout/num_calls": 0.0, "rollout/rule_b": 0.0}]) == []
