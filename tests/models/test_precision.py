@@ -4,7 +4,7 @@ import pytest
 from coded import raises_coded
 from log_events import records
 
-from lightning_jax.errors import InvalidValue
+from lightning_jax.errors import FieldError
 from lightning_jax.models import precision
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.precision import resolve_dtype
@@ -51,5 +51,5 @@ def test_the_measurement_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_auto_leaves_no_choice_of_activations() -> None:
-    with raises_coded(InvalidValue, "invalid", "activation_dtype"):
+    with raises_coded(FieldError, "conflict", "activation_dtype"):
         ModelConfig(dtype="auto", activation_dtype="float32")
