@@ -14,9 +14,9 @@ from lightning_jax.rollouts.results.compare_tasks import TaskComparison
 from lightning_jax.settings import ConfigError
 from lightning_jax.types import Task
 
-# One-sided p-value of the sign test up to which new prompts replace those in use. With
-# PromptSearchConfig's numbers of tasks, tests/train/prompts/test_choice.py measures how often equal
-# and better prompts do.
+# One-sided p-value of the sign test up to which new prompts replace those in use. How often equal
+# and better prompts do, with PromptSearchConfig's numbers of tasks, is measured by
+# tests/train/prompts/test_prompt_choice.py.
 MAX_P = 0.18
 MIN_FRESH = 3  # tasks: fewer cannot decide, as the least p-value of 2 is 0.25
 
