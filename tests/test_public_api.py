@@ -54,7 +54,7 @@ def test_the_room_train_can_be_called() -> None:
     from lightning_jax.train import config
     from lightning_jax.train.loop import trainer
 
-    assert lj.train.trainer is trainer  # pyright: ignore[reportFunctionMemberAccess]
+    assert lj.train.loop.trainer is trainer  # pyright: ignore[reportFunctionMemberAccess]
     running = lj.train(config.Config(), [], [])
     assert inspect.iscoroutine(running) and running.__name__ == trainer.train.__name__
     running.close()

@@ -318,7 +318,8 @@ def _short(model_dir: Path, run_dir: Path) -> Config:
 
 def _run_in_a_process(run_dir: Path, model_dir: Path) -> "subprocess.Popen[bytes]":
     code = (
-        "import asyncio, sys; sys.path[:0] = [sys.argv[1], sys.argv[1] + '/train']; "
+        "import asyncio, sys; tests = sys.argv[1]; "
+        "sys.path[:0] = [tests, tests + '/train', tests + '/train/loop']; "
         "import test_trainer as t; "
         "from pathlib import Path; config = t._short(Path(sys.argv[2]), Path(sys.argv[3])); "
         "t.metrics.plot_curves = lambda *_: None; "
