@@ -199,7 +199,7 @@ def template_text(
     refusal: TemplateError | None = None
     tried: list[tuple[list[Message], Tools]] = []
     usual = habits_of(tokenizer).writing
-    for way in (usual, *alternatives(usual)):
+    for way in itertools.chain([usual], alternatives(usual)):  # made only where one is needed
         arrangement = arrange_messages(messages, tools, form, way)
         if arrangement in tried:
             continue
