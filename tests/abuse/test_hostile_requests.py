@@ -21,7 +21,7 @@ from lightning_jax.testing.stalls import Stall, loop_stalls
 PATIENCE_S = 1.0  # how much longer a call may wait beside an attack
 MAX_STOP_S = 0.05  # of the event loop, divided by `slowdown`
 TRIES = 3
-GROWTH = 1.1  # of resident memory
+MAX_GROWTH_MIB = 150  # of resident memory; what a call compiles is part of it
 LONGEST_STOP_MS = "longest_stop_ms"  # tests/conftest.py prints the largest one
 
 
@@ -73,7 +73,7 @@ async def test_honest_rollout_beside_it_is_unharmed(
     record_property(LONGEST_STOP_MS, 1e3 * longest_stop.seconds)
     assert longest_wait_s < alone.longest_wait_s + PATIENCE_S
     assert stop_s < MAX_STOP_S, longest_stop
-    assert resident_mib() < GROWTH * before
+    assert resident_mib() < before + MAX_GROWTH_MIB
 
 
 async def test_one_call_leaves_a_slot_to_others_with_its_key(service: Service) -> None:
