@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
@@ -59,8 +58,8 @@ class Connections:
             log.info(
                 "limiting to %d connections because of the open-file limit (ulimit -Hn)", self.limit
             )
-        # By transport, in the order in which they came to their states.
-        self._open: OrderedDict[Any, Connection] = OrderedDict()
+        # By state and transport, in the order in which they came to it: an eviction searches none.
+        self._open: dict[State, dict[Any, Connection]] = {state: {} for state in State}
         self._warnings = NowAndThen()
         self.num_evicted = self.num_refused = 0
 
@@ -68,11 +67,12 @@ class Connections:
         return Connection(self, self._make_handler())
 
     def __len__(self) -> int:
-        return len(self._open)
+        return sum(map(len, self._open.values()))
 
     async def track(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Protect a connection from eviction from its complete request until the answer."""
-        connection = self._open.get(request.transport)
+        transport = request.transport
+        connection = next((t[transport] for t in self._open.values() if transport in t), None)
         if connection is None:  # already closed
             return await handler(request)
         connection.ask()
@@ -91,32 +91,32 @@ class Connections:
 
     def _change(self, connection: "Connection", state: State) -> None:
         """Set the state of a connection, unless it is closed."""
-        if connection.transport in self._open:
+        if self.remove(connection):
             connection.state = state
-            self._open.move_to_end(connection.transport)
+            self._open[state][connection.transport] = connection
 
     def add(self, connection: "Connection") -> bool:
         """Add a connection, and evict another if necessary. Return False if there is no room."""
         if len(self) >= self.limit:
-            states, connections = (State.SILENT, State.IDLE), self._open.values()
-            victim = next((c for state in states for c in connections if c.state is state), None)
+            states = (State.SILENT, State.IDLE)
+            victim = next((c for state in states for c in self._open[state].values()), None)
             self._on_close()
             self._warn(evicted=victim is not None)
             if victim is None:
                 return False
             self.remove(victim)
             victim.transport.abort()
-        self._open[connection.transport] = connection
+        self._open[connection.state][connection.transport] = connection
         return True
 
-    def remove(self, connection: "Connection") -> None:
-        """Forget a connection, if it is open."""
-        self._open.pop(connection.transport, None)
+    def remove(self, connection: "Connection") -> bool:
+        """Forget a connection. Return whether it was open."""
+        return self._open[connection.state].pop(connection.transport, None) is not None
 
     def sweep(self) -> None:
         """Close connections that have been idle or slow for too long."""
         now = time.monotonic()
-        for connection in list(self._open.values()):
+        for connection in [c for table in self._open.values() for c in table.values()]:
             slow = now - (connection.receiving_since or now) > self._serve.slow_request_s
             still_since = connection.unread_since or connection.idle_since
             idle = now - (still_since or now) > self._serve.idle_connection_s
