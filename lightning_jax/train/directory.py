@@ -19,6 +19,10 @@ from lightning_jax.system.files import write_whole
 from lightning_jax.system.text import in_one_line
 from lightning_jax.train.config import Config
 
+log = logging.getLogger(__name__)
+
+Status = Literal["finished", "stopped", "failed"]
+
 SETTINGS, SOURCES, METRICS = "config.yaml", "sources.json", "metrics.jsonl"
 STORE, CHECKPOINTS = "store.sqlite", "checkpoints"
 REFERENCE = "reference"  # weights that a KL is measured to
@@ -100,11 +104,6 @@ def find_weights(directory: Path) -> TrainedWeights:
         fact = "has neither a trained policy nor a checkpoint yet"
         fix = "let it end, stop it with Ctrl-C after a step, or lower checkpoint.every"
     raise ConfigError(f"run {directory} {fact}; {fix}.", reason="not_found", key=str(directory))
-
-
-log = logging.getLogger(__name__)
-
-Status = Literal["finished", "stopped", "failed"]
 
 
 @dataclass(frozen=True)

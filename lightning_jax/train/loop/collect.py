@@ -77,7 +77,8 @@ class Collector:
         if not isinstance(source, Source):
             raise ConfigError(
                 f"rollout.source {config.rollout.source!r} makes a {type(source).__name__}; name a "
-                "subclass of lightning_jax.train.loop.groups.Groups, or of step_groups.Source.",
+                "subclass of Groups in lightning_jax.train.loop.groups, or of Source in "
+                "lightning_jax.train.tasks.source.",
                 reason="wrong_type",
                 key="rollout.source",
             )

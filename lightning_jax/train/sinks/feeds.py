@@ -26,6 +26,13 @@ from lightning_jax.types import Metrics
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000  # rows that a sink may be behind
+# Each needs the package of its name. `metrics.jsonl` is not one of them: a run always has it.
+SINKS: dict[str, Callable[[RunIdentity], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+    "trackio": TrackioSink,
+}
 
 
 class Feed:
@@ -153,15 +160,6 @@ def _read(path: Path) -> dict[str, Any]:
         return {"id": str(saved["id"]), "sinks": [str(name) for name in saved["sinks"]]}
     except (OSError, ValueError, TypeError, KeyError):  # missing or damaged
         return {"id": secrets.token_hex(4), "sinks": []}
-
-
-# Each needs the package of its name. `metrics.jsonl` is not one of them: a run always has it.
-SINKS: dict[str, Callable[[RunIdentity], Sink]] = {
-    "tensorboard": TensorBoardSink,
-    "wandb": WandbSink,
-    "mlflow": MlflowSink,
-    "trackio": TrackioSink,
-}
 
 
 def check_sinks(names: Sequence[str]) -> None:
