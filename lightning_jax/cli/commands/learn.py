@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lightning_jax.cli.command import AtLeastOne, Command, UsageError, argument, flag
+from lightning_jax.cli.commands.train import train_on_tasks
 from lightning_jax.cli.runtime import stop_on_sigterm
-from lightning_jax.system.process_state import kept_process
 
 if TYPE_CHECKING:
     from lightning_jax.train.config import Config
@@ -74,9 +74,8 @@ class Learn(Command):
     )
 
     def run(self) -> int:
-        from lightning_jax.train.directory import SETTINGS, STORE, require_run, with_fixed_paths
+        from lightning_jax.train.directory import SETTINGS, STORE, require_run
         from lightning_jax.train.loop.check import check_start
-        from lightning_jax.train.tasks.data import load_tasks
 
         stop_on_sigterm()
         if self.supervised == self.policy:
@@ -88,13 +87,7 @@ class Learn(Command):
         require_run(self.run_dir, SETTINGS, STORE)
         config = self._config()
         check_start(config)
-        with kept_process():  # loaders and agents may change the directory
-            fixed = with_fixed_paths(config)
-            tasks = load_tasks(fixed)
-
-            from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
-
-            return train_and_report(fixed, *tasks, label=Path(config.run_dir))
+        return train_on_tasks(config)
 
     def _config(self) -> "Config":
         """Return the settings of the new run. Raises ConfigError if a flag does not fit them."""

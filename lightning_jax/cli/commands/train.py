@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lightning_jax.cli.command import AtLeastOne, SettingsCommand, UsageError, flag
 from lightning_jax.cli.runtime import stop_on_sigterm
 from lightning_jax.schema import Positive
 from lightning_jax.system.process_state import kept_process
+
+if TYPE_CHECKING:
+    from lightning_jax.train.config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +30,7 @@ class Train(SettingsCommand):
     def run(self) -> int:
         from lightning_jax.settings import load_config
         from lightning_jax.train.config import Config
-        from lightning_jax.train.directory import with_fixed_paths
         from lightning_jax.train.loop.check import check_start
-        from lightning_jax.train.tasks.data import load_tasks
 
         stop_on_sigterm()
         layers = self.layers()
@@ -39,13 +40,21 @@ class Train(SettingsCommand):
             from lightning_jax.cli.train_in_cluster import train_in_cluster
 
             return train_in_cluster(config, layers, has_page=self.studio)
-        with kept_process():  # loaders and agents may change the directory
-            fixed = with_fixed_paths(config)
-            tasks = load_tasks(fixed)
+        return train_on_tasks(config, has_page=self.studio)
 
-            from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
 
-            return train_and_report(fixed, *tasks, has_page=self.studio, label=Path(config.run_dir))
+def train_on_tasks(config: "Config", *, has_page: bool = False) -> int:
+    """Load the tasks of checked settings, train on them, and return the exit code."""
+    from lightning_jax.train.directory import with_fixed_paths
+    from lightning_jax.train.tasks.data import load_tasks
+
+    with kept_process():  # loaders and agents may change the directory
+        fixed = with_fixed_paths(config)
+        tasks = load_tasks(fixed)
+
+        from lightning_jax.cli.train import train_and_report  # imports JAX, after the checks
+
+        return train_and_report(fixed, *tasks, has_page=has_page, label=Path(config.run_dir))
 
 
 @dataclass(frozen=True, kw_only=True)
