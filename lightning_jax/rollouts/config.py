@@ -91,7 +91,8 @@ class AgentConfig(Section):
     """Which rewards and spans count that a program posts. auto: all, or none where `reward` or a
     component of `rewards` judges. own: those sent to a URL that its tools do not get."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The agent's own settings: arguments of `function`, or LIGHTNING_OPTIONS of a command."""
+    """The agent's own settings: keyword arguments of `function`, or LIGHTNING_OPTIONS of a
+    command."""
     env: Variables = field(default=(), repr=False)
     """Environment variables for a program, in addition to docs/agents.md: NAME to pass on the
     trainer's value, or NAME=value."""
@@ -173,7 +174,8 @@ class RolloutConfig(Section):
     """Reward of a rollout whose agent failed, or less: its return is at most the lowest of the
     step. None: do not train on rollouts of failed agents."""
     max_abs_reward: Annotated[float, Gt(0), Le(1e30)] = 1e6
-    """Maximum magnitude of the reward of a rollout, and of a call. More fails the agent."""
+    """Maximum magnitude of a rollout's reward, and of the total reward of one call. More fails the
+    agent."""
     max_metrics: Natural = 100
     """Numbers to keep per rollout in addition to the reward, and distinct ones in a metrics row."""
     max_infrastructure_failures: Share = 0.2

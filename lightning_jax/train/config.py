@@ -448,7 +448,7 @@ class Config(Section):
         )
 
     def _initial_rules(self) -> Iterator[Rule]:
-        """Return that policies start as the model if settings ask for the initial weights."""
+        """Yield the rule that policies begin as the model if settings ask for initial weights."""
         model = self.model.name
         others = [n for n, policy in self.policies.items() if policy.base not in (None, model)]
         for key in self.initial_users + ["distill.teacher"] * self.has_initial_teacher:

@@ -58,7 +58,7 @@ class Connections:
             log.info(
                 "limiting to %d connections because of the open-file limit (ulimit -Hn)", self.limit
             )
-        # By state and transport, in the order in which they came to it: an eviction searches none.
+        # By state, in the order in which they entered it, so that an eviction needs no search.
         self._open: dict[State, dict[Any, Connection]] = {state: {} for state in State}
         self._warnings = NowAndThen()
         self.num_evicted = self.num_refused = 0

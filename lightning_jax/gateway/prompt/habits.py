@@ -54,8 +54,8 @@ class Habits:
         if not unusual:
             return "the chat template takes conversations as they are"
         return (
-            "the chat template does not support all parts of a conversation, which are written in "
-            f"another way: {', '.join(unusual)}"
+            "the chat template does not support some parts of a conversation; instead: "
+            f"{', '.join(unusual)}"
         )
 
 
