@@ -3,7 +3,9 @@ gateway, runner.
 """
 
 import logging
+import random
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
@@ -219,10 +221,9 @@ def _locked(directory: Path) -> Iterator[None]:
     """Lock the directory. Raises ConfigError if another process trains there."""
     make_private(directory)
     warn_if_open(directory)
-    # Whoever looks whether a run is going on shares the lock for an instant.
-    lock = FileLock(directory / LOCK, timeout=LOCK_S)
+    lock = FileLock(directory / LOCK)
     try:
-        lock.acquire()
+        _acquire(lock)
     except Timeout:
         raise ConfigError(
             f"another process trains in {directory}; stop it, wait for it, or set another run_dir.",
@@ -236,6 +237,23 @@ def _locked(directory: Path) -> Iterator[None]:
             yield
     finally:
         lock.release()
+
+
+def _acquire(lock: FileLock) -> None:
+    """Take the lock. Raises Timeout if it is not free for an instant within LOCK_S.
+
+    Whoever looks whether a run is going on shares the lock for an instant. Tries at random moments
+    do not keep step with looks at regular ones.
+    """
+    until = time.monotonic() + LOCK_S
+    while True:
+        try:
+            lock.acquire(timeout=0)
+            return
+        except Timeout:
+            if time.monotonic() > until:
+                raise
+            time.sleep(random.uniform(0.0, 0.02))
 
 
 def with_dtypes(config: Config) -> Config:
