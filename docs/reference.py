@@ -23,7 +23,7 @@ from lightning_jax.gateway.dialects.gemini import input as gemini
 from lightning_jax.gateway.dialects.openai_responses import dialect as responses
 from lightning_jax.gateway.dialects.unknown_fields import BINDING
 from lightning_jax.gateway.metrics import COUNTERS
-from lightning_jax.loading import load_function
+from lightning_jax.settings.loading import load_function
 from lightning_jax.traces import attributes
 from lightning_jax.train.watch.curves import DESCRIPTIONS, metric_descriptions
 

@@ -28,8 +28,8 @@ from pydantic import ValidationError
 import lightning_jax as lj
 from lightning_jax.cli.command import SettingsCommand
 from lightning_jax.cli.main import parse
-from lightning_jax.schema import from_plain
 from lightning_jax.settings import load_config
+from lightning_jax.settings.schema import from_plain
 from lightning_jax.train.config import Config
 
 STARTER = "lightning_jax/cli/starter/dates/config.yaml"

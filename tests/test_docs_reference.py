@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_jax.loading import load_function
+from lightning_jax.settings.loading import load_function
 from lightning_jax.train.watch.curves import DESCRIPTIONS, describe, metric_descriptions
 
 ROOT = Path(__file__).parents[1]

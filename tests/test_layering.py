@@ -13,10 +13,8 @@ ROOMS = (
     *(
         "errors",
         "types",
-        "schema",
         "system",
         "settings",
-        "loading",
         "models",
         "engine",
         "traces",
@@ -30,6 +28,7 @@ ROOMS = (
 )
 # Modules and rooms in a room, in the same order.
 INNER = {
+    "settings": ("schema", "errors", "paths", "layers", "saved", "load", "loading"),
     "train": (
         *("config", "directory", "sinks", "tasks", "state", "watch", "memory", "prompts", "loop"),
     ),

@@ -11,10 +11,10 @@ from log_events import records
 
 from lightning_jax.cli.main import main
 from lightning_jax.cli.runtime import STOPPED
-from lightning_jax.loading import load_function
 from lightning_jax.models.formats.load import load_model, save_hf
 from lightning_jax.models.model_files import ModelError
 from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.settings.loading import load_function
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config, DataConfig

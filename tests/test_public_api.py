@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lightning_jax as lj
-from lightning_jax.loading import load_function
+from lightning_jax.settings.loading import load_function
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,7 +13,7 @@ from typing import Any
 from dataset_files import require_text
 from generated_problems import generated_problems
 
-from lightning_jax.schema import Count
+from lightning_jax.settings.schema import Count
 from lightning_jax.train.tasks.record_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
 

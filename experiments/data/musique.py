@@ -21,7 +21,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from side_process import side_process
 
-from lightning_jax.schema import Count, Positive
+from lightning_jax.settings.schema import Count, Positive
 from lightning_jax.train.tasks.record_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from dataset_files import require_text, unpack, wrong_field
 from generated_sql import generated_root
 
-from lightning_jax.schema import Count
+from lightning_jax.settings.schema import Count
 from lightning_jax.train.tasks.record_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
 

@@ -150,7 +150,7 @@ def _number_of(hint: Any) -> Callable[[str], int | float]:
     def number(text: str) -> int | float:
         from pydantic import TypeAdapter, ValidationError  # not needed for --help
 
-        from lightning_jax.schema import describe
+        from lightning_jax.settings.schema import describe
 
         try:
             return TypeAdapter(hint).validate_python(text)

@@ -5,7 +5,7 @@ from dataclasses import field
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import ModelConfig
-from lightning_jax.schema import Count, NonNegative, Rule, Section, section
+from lightning_jax.settings.schema import Count, NonNegative, Rule, Section, section
 
 
 @section

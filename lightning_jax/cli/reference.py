@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from lightning_jax.schema import all_defaults, describe, has_names, inner_section, sections
 from lightning_jax.settings.errors import similar_keys
+from lightning_jax.settings.schema import all_defaults, describe, has_names, inner_section, sections
 from lightning_jax.train.config import Config
 
 HEADER = """\

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated
 
-from lightning_jax.schema import Natural, Positive, Rule, Section, expect, section
+from lightning_jax.settings.schema import Natural, Positive, Rule, Section, expect, section
 
 LOCAL, AUTO = "local", "auto"  # addresses
 Address = Annotated[

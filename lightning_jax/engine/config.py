@@ -7,7 +7,7 @@ from annotated_types import Ge, Le
 from pydantic import AfterValidator
 
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.schema import (
+from lightning_jax.settings.schema import (
     DERIVED,
     Count,
     FiniteNonNegative,

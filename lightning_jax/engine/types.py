@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_jax.schema import check_rules
+from lightning_jax.settings.schema import check_rules
 from lightning_jax.types import FinishReason, check_same_length, fill_default
 
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), best first

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_jax.errors import UserError
-from lightning_jax.loading import indices_of
+from lightning_jax.settings.loading import indices_of
 from lightning_jax.system.packages import import_optional
 from lightning_jax.types import LLM, Task
 

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from lightning_jax.engine.types import MAX_TOP_LOGPROBS
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.schema import first_problem
+from lightning_jax.settings.schema import first_problem
 
 Body = dict[str, Any]
 F = TypeVar("F", bound="Fields")

@@ -5,7 +5,15 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from lightning_jax.models.template_limits import check_kwargs
-from lightning_jax.schema import FinitePositive, Natural, PathOrName, Rule, Section, expect, section
+from lightning_jax.settings.schema import (
+    FinitePositive,
+    Natural,
+    PathOrName,
+    Rule,
+    Section,
+    expect,
+    section,
+)
 
 AUTO = "auto"  # dtype: the fastest one on the devices here
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # in each layer of a model

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.loading import load_function
 from lightning_jax.rl.config import AlgorithmConfig, is_custom
+from lightning_jax.settings.loading import load_function
 
 
 def choose(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from lightning_jax.schema import (
+from lightning_jax.settings.schema import (
     DERIVED,
     Count,
     Finite,

@@ -12,7 +12,8 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from lightning_jax.rl.config import Choice, is_custom
-from lightning_jax.schema import (
+from lightning_jax.settings import ConfigError
+from lightning_jax.settings.schema import (
     PLAIN_URL,
     Count,
     Finite,
@@ -31,7 +32,6 @@ from lightning_jax.schema import (
     is_plain_url,
     section,
 )
-from lightning_jax.settings import ConfigError
 from lightning_jax.system.clock import backoff_s
 from lightning_jax.traces.config import ModelServer
 

@@ -1,9 +1,9 @@
 """Settings from YAML files and the command line, checked and saved."""
 
-from lightning_jax.schema import HIDDEN
 from lightning_jax.settings.errors import ConfigError
 from lightning_jax.settings.load import load_config, load_with_derived
 from lightning_jax.settings.saved import changed_keys, flatten, read_saved, save_config
+from lightning_jax.settings.schema import HIDDEN
 
 __all__ = [
     "HIDDEN",

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from lightning_jax.errors import UserError
-from lightning_jax.schema import (
+from lightning_jax.settings.schema import (
     HIDDEN,
     SECRET,
     UNKNOWN_KEY,

@@ -8,10 +8,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from lightning_jax.schema import HIDDEN, defaults, from_plain, plain
 from lightning_jax.settings.errors import Argument, ConfigError, as_config_error, is_secret
 from lightning_jax.settings.layers import read_layers
 from lightning_jax.settings.saved import flatten
+from lightning_jax.settings.schema import HIDDEN, defaults, from_plain, plain
 
 T = TypeVar("T")
 

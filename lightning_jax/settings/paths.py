@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_jax.schema import PathKind, from_plain, path_kind, plain, sections
+from lightning_jax.settings.schema import PathKind, from_plain, path_kind, plain, sections
 
 Section = TypeVar("Section", bound=Any)
 Change = Callable[[str], str]  # from a path to another that names the same file

@@ -8,9 +8,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lightning_jax.schema import HIDDEN, SECRET, plain
 from lightning_jax.settings.errors import ConfigError, is_secret, one_sentence
 from lightning_jax.settings.paths import map_paths
+from lightning_jax.settings.schema import HIDDEN, SECRET, plain
 from lightning_jax.system.files import write_whole
 
 

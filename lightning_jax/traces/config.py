@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Literal
 
-from lightning_jax.schema import (
+from lightning_jax.settings import ConfigError
+from lightning_jax.settings.schema import (
     PLAIN_URL,
     Finite,
     FinitePositive,
@@ -16,7 +17,6 @@ from lightning_jax.schema import (
     is_plain_url,
     section,
 )
-from lightning_jax.settings import ConfigError
 
 
 def _compiles(pattern: str) -> bool:

@@ -30,7 +30,7 @@ from lightning_jax.rollouts.config import (
     prompt_rules,
     reward_rules,
 )
-from lightning_jax.schema import (
+from lightning_jax.settings.schema import (
     Count,
     FunctionRef,
     Natural,

@@ -8,8 +8,8 @@ from typing import Any
 import compare_signals
 import pytest
 
-from lightning_jax.loading import load_function
 from lightning_jax.settings import load_config
+from lightning_jax.settings.loading import load_function
 from lightning_jax.train.config import Config
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_jax.loading import check_reference, load_function
 from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.settings.loading import check_reference, load_function
 from lightning_jax.train.config import Config
 
 CONFIGS = Path(__file__).parents[2] / "experiments" / "configs"

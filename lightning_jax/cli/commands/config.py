@@ -81,8 +81,8 @@ def _check(argv: list[str]) -> None:
 
 def _files(config: "Config") -> Iterator[tuple[str, Any]]:
     """Yield the settings that name files, and not a known function or model."""
-    from lightning_jax.schema import PathKind
     from lightning_jax.settings.paths import named_files
+    from lightning_jax.settings.schema import PathKind
 
     for key, kind, value in named_files(config):
         is_known = kind is PathKind.FUNCTION and ":" not in str(value)

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from lightning_jax.cli.command import AtLeastOne, Command, Index, UsageError, argument, flag
 from lightning_jax.errors import UserError
-from lightning_jax.schema import Positive
+from lightning_jax.settings.schema import Positive
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT, Axis
 from lightning_jax.system.files import SHARED, write_whole
 from lightning_jax.types import PHASES

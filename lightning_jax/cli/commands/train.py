@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lightning_jax.cli.command import AtLeastOne, SettingsCommand, UsageError, flag
 from lightning_jax.cli.runtime import stop_on_sigterm
-from lightning_jax.schema import Positive
+from lightning_jax.settings.schema import Positive
 from lightning_jax.system.process_state import kept_process
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from lightning_jax.cli.command import AtLeastOne, SettingsCommand, flag
 from lightning_jax.cli.runtime import cancel_at_stop
-from lightning_jax.schema import is_plain_url
+from lightning_jax.settings.schema import is_plain_url
 
 log = logging.getLogger(__name__)
 

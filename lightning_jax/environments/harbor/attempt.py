@@ -28,10 +28,10 @@ from lightning_jax.environments.sandbox import (
     run_boxed,
 )
 from lightning_jax.errors import UserError
-from lightning_jax.loading import find_program
 from lightning_jax.rollouts.agents.process import Ended
 from lightning_jax.rollouts.agents.program import OverLimit, check_status, inherited, last_words
 from lightning_jax.rollouts.agents.visibility import program_environment, task_variable
+from lightning_jax.settings.loading import find_program
 from lightning_jax.system.network import with_direct_host
 from lightning_jax.system.trees import remove_tree
 from lightning_jax.types import LLM, Task

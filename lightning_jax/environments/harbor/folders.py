@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_jax.environments.sandbox import WORK, Box
 from lightning_jax.errors import UserError
-from lightning_jax.loading import part_of
+from lightning_jax.settings.loading import part_of
 from lightning_jax.types import Task
 
 NEEDS_DOCKER = "needs_docker"  # reason of tasks that an image can serve

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from lightning_jax.loading import load_function
 from lightning_jax.rollouts.agents.outcome import Outcome, failure, outcome_of, outcome_of_error
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.loading import load_function
 from lightning_jax.system.network import go_direct
 from lightning_jax.system.threads import start_thread
 from lightning_jax.types import LLM, Task

@@ -20,7 +20,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.loading import find_program, load_function
 from lightning_jax.rollouts.agents.functions import Agent, Result, load_agent
 from lightning_jax.rollouts.agents.process import Ended, Limits, run_program
 from lightning_jax.rollouts.agents.visibility import (
@@ -34,6 +33,7 @@ from lightning_jax.rollouts.agents.visibility import (
 )
 from lightning_jax.rollouts.config import AgentConfig, require_agent
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.loading import find_program, load_function
 from lightning_jax.system.descriptors import original_limit
 from lightning_jax.system.network import with_direct_host
 from lightning_jax.types import LLM, Task

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.loading import load_function
 from lightning_jax.rollouts.agents.functions import call_foreign
 from lightning_jax.rollouts.agents.outcome import (
     Outcome,
@@ -34,6 +33,7 @@ from lightning_jax.rollouts.rewards.components import (
 )
 from lightning_jax.rollouts.rewards.judge import Judge, Judgement
 from lightning_jax.rollouts.rewards.verdicts import digest
+from lightning_jax.settings.loading import load_function
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.trajectories import is_bounded

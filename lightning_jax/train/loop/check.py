@@ -7,13 +7,13 @@ packages and variables, before a run starts. The trainer checks limits and devic
 from pathlib import Path
 
 from lightning_jax.cluster.ray_session import require_ray
-from lightning_jax.loading import check_reference, find_program
 from lightning_jax.models.model_files import ModelError, local_path, read_chat_template
 from lightning_jax.rollouts.config import JudgeConfig, RewardConfig, require_agent
 from lightning_jax.rollouts.rewards.verdicts import read_rubric
-from lightning_jax.schema import PathKind
 from lightning_jax.settings import ConfigError, changed_keys, load_config, read_saved
+from lightning_jax.settings.loading import check_reference, find_program
 from lightning_jax.settings.paths import named_files
+from lightning_jax.settings.schema import PathKind
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import CHECKPOINTS, SETTINGS, STORE, require_run
 from lightning_jax.train.sinks import check_sinks

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_jax.loading import load_function
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.advantages import without_equal_groups
 from lightning_jax.rollouts.collect import read_trajectories
@@ -22,6 +21,7 @@ from lightning_jax.rollouts.runner import (
     run_requests,
 )
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.loading import load_function
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.trajectories import TraceReader

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from lightning_jax.loading import load_function
 from lightning_jax.rollouts.agents.outcome import finite
 from lightning_jax.rollouts.results.metrics import metric_code, split_by
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.loading import load_function
 from lightning_jax.train.config import EvalConfig
 from lightning_jax.types import Metrics, Task
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError, validate_call
 
-from lightning_jax.loading import load_function
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.loading import load_function
 from lightning_jax.train.config import Config, DataConfig
 from lightning_jax.train.tasks.record_files import DatasetError
 from lightning_jax.train.tasks.task_files import load_task_files

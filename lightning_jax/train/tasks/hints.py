@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_jax.errors import UserError
-from lightning_jax.loading import load_function
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.distill import TokenIds, insert_hints, with_hints
 from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.settings.loading import load_function
 from lightning_jax.types import Metrics, Task, Trajectory
 
 KEY = "distill.hint"

@@ -8,11 +8,11 @@ from typing import Any
 import grain
 
 from lightning_jax.gateway.calls.routing import Routing
-from lightning_jax.loading import load_function
 from lightning_jax.models.config import policy_indices
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.loading import load_function
 from lightning_jax.train.config import Config
 from lightning_jax.train.tasks.baselines import baseline_metrics
 from lightning_jax.train.tasks.conversations import call_demonstrations

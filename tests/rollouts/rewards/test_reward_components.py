@@ -11,7 +11,7 @@ from lightning_jax.rollouts.rewards.components import (
     rank_correlation,
     weighted_sum,
 )
-from lightning_jax.schema import check_rules
+from lightning_jax.settings.schema import check_rules
 from lightning_jax.traces import attributes
 from lightning_jax.types import Rollout, Span
 

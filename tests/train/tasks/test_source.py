@@ -10,8 +10,8 @@ from coded import raises_coded
 from docs_pages import fenced
 from toy_runs import TASKS, ahead_config, groups_of
 
-from lightning_jax.loading import load_function
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.loading import load_function
 from lightning_jax.train.config import Config
 from lightning_jax.train.loop import trainer
 from lightning_jax.train.loop.check import check_files

@@ -7,7 +7,6 @@ import pytest
 from coded import raises_coded
 from omegaconf import OmegaConf
 
-from lightning_jax.schema import section_keys
 from lightning_jax.settings import (
     HIDDEN,
     ConfigError,
@@ -17,6 +16,7 @@ from lightning_jax.settings import (
     save_config,
 )
 from lightning_jax.settings.errors import ALIASES, similar_keys
+from lightning_jax.settings.schema import section_keys
 from lightning_jax.train.config import Config
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from coded import raises_coded
 
-from lightning_jax.loading import check_reference, indices_of, load_function, part_of
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.loading import check_reference, indices_of, load_function, part_of
 
-TOY = Path(__file__).with_name("toy_agent.py")
+TOY = Path(__file__).parents[1] / "toy_agent.py"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from lightning_jax.settings import ConfigError
+from lightning_jax.settings.errors import ConfigError
 from lightning_jax.settings.paths import file_of
 
 _loaded: dict[str, ModuleType] = {}  # modules by path and modification time

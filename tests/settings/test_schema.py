@@ -11,7 +11,7 @@ from coded import raises_coded
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import FieldError
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
-from lightning_jax.schema import Count, Finite, FinitePositive, Section, describe, section
+from lightning_jax.settings.schema import Count, Finite, FinitePositive, Section, describe, section
 from lightning_jax.train.config import Config
 
 
