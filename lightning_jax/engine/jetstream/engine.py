@@ -28,7 +28,7 @@ from lightning_jax.engine.sampling import Sampled
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.attention.kv_cache import KVCache
 from lightning_jax.settings import ConfigError
-from lightning_jax.system.packages import is_installed
+from lightning_jax.settings.loading import is_installed
 
 log = logging.getLogger(__name__)
 
