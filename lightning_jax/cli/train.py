@@ -10,14 +10,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
-from lightning_jax.cli.runtime import cancel_at_stop, lack_of_memory
+from lightning_jax.cli.runtime import lack_of_memory, run_until_stopped
 from lightning_jax.errors import UserError
 from lightning_jax.studio.live.server import page_of
 from lightning_jax.system.text import printable, with_marked_lines
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import STORE
-from lightning_jax.train.loop.startup import MakePage
 from lightning_jax.train.loop.trainer import train
 from lightning_jax.train.state.multihost import is_follower, is_leader
 from lightning_jax.train.watch.monitors import TROUBLESHOOTING
@@ -30,16 +29,6 @@ from lightning_jax.train.watch.report import (
     result_table,
 )
 from lightning_jax.types import Task
-
-
-async def _train(
-    config: Config,
-    train_tasks: Sequence[Task],
-    dev_tasks: Sequence[Task],
-    make_page: MakePage | None,
-) -> list[dict[str, float | int]]:
-    with cancel_at_stop():
-        return await train(config, train_tasks, dev_tasks, make_page=make_page)
 
 
 def train_and_report(
@@ -60,7 +49,8 @@ def train_and_report(
     label = label or Path(config.run_dir)
     print(f"run directory: {label}", flush=True)
     try:
-        rows = asyncio.run(_train(config, train_tasks, dev_tasks, page_of if has_page else None))
+        make_page = page_of if has_page else None
+        rows = run_until_stopped(train(config, train_tasks, dev_tasks, make_page=make_page))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except Exception as error:

@@ -6,19 +6,20 @@ import json
 import shlex
 import statistics
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.rule import Rule
 
-from lightning_jax.cli.policy_command import TryArguments
+from lightning_jax.cli.commands.without_training import Try
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.rollouts.runner import Runner
 from lightning_jax.settings import ConfigError, save_config
 from lightning_jax.studio.evaluation import count_calls, learning_notes
 from lightning_jax.studio.load import RunReader, recorded_settings
-from lightning_jax.studio.needs import need_lines, usage_of
+from lightning_jax.studio.needs import need_lines, needed_settings, usage_of
 from lightning_jax.studio.records import cut
 from lightning_jax.studio.terminal import render_rollout, render_run
 from lightning_jax.system.text import printable
@@ -31,7 +32,7 @@ from lightning_jax.types import Rollout, Task
 MAX_TASK_CHARS = 400
 
 
-def try_agent(config: Config, source: PolicySource, command: TryArguments) -> int:
+def try_agent(config: Config, source: PolicySource, command: Try) -> int:
     """Run the agent on one task and print each rollout. Return 0 if all attempts are scored.
 
     The rollouts are kept only with `--record`. Raises UserError if the settings, the task or the
@@ -47,13 +48,12 @@ def try_agent(config: Config, source: PolicySource, command: TryArguments) -> in
     task = find_task(config, command.task)
     agent = " ".join(config.agent.command or [str(config.agent.function)])
     text = cut(printable(json.dumps(task, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
-    _say(console, f"{agent} on task {printable(task['id'])} with {label}: {text}")
+    print(f"{agent} on task {printable(task['id'])} with {label}: {text}", flush=True)
     with closing(TemporaryStore() if path is None else Store(path)) as store:
         phase, number = "eval" if command.greedy else "train", command.num_attempts
         step = store.next_step(phase)
-        rollouts, tokenizer = asyncio.run(
-            _attempts(config, source, store, task, phase=phase, step=step, number=number)
-        )
+        opened = open_runner(config, source, store, [task])
+        rollouts, tokenizer = asyncio.run(run_agent(opened, [task], phase, step, number))
         reader = RunReader(
             Path(store.path), store, config=config, tokenizer=tokenizer, has_credit=number > 1
         )
@@ -67,13 +67,15 @@ def try_agent(config: Config, source: PolicySource, command: TryArguments) -> in
             view = reader.run(phase=phase, step=step, limit=number)
             console.print(render_run(view, console.width))
         pairs = [(done, store.spans(done.rollout_id)) for done in rollouts]
-        usage = usage_of(pairs, config, is_remote_policy=source.server is not None)
-        for line in _summary(store, rollouts, command.greedy) + need_lines(usage, config):
-            _say(console, line)
+        is_remote = source.server is not None
+        usage = usage_of(pairs, config.rollout, config.serve, is_remote_policy=is_remote)
+        needed = needed_settings(usage, config.rollout, config.serve, config.batch)
+        for line in _summary(store, rollouts, command.greedy) + need_lines(usage, needed):
+            print(line)
     if path is not None:
         save_config(config, recorded_settings(path))
         quoted = shlex.quote(str(command.record))
-        _say(console, f"recorded; show it again with: lightning-jax view {quoted} ROLLOUT")
+        print(f"recorded; show it again with: lightning-jax view {quoted} ROLLOUT")
     return 0 if all(done.status == "scored" for done in rollouts) else 1
 
 
@@ -100,18 +102,16 @@ def find_task(config: Config, name: str | None) -> Task:
     )
 
 
-async def _attempts(
-    config: Config,
-    source: PolicySource,
-    store: Store,
-    task: Task,
-    *,
+async def run_agent(
+    opened: AbstractAsyncContextManager[Runner],
+    tasks: Sequence[Task],
     phase: str,
     step: int,
     number: int,
 ) -> tuple[list[Rollout], Tokenizer]:
-    async with open_runner(config, source, store, [task]) as runner:
-        rollouts = await run_tasks(runner, [task], phase, step, number)
+    """Return `number` rollouts of each task, and the tokenizer of who answered their calls."""
+    async with opened as runner:
+        rollouts = await run_tasks(runner, tasks, phase, step, number)
         return rollouts, runner.gateway.engine.tokenizer
 
 
@@ -128,4 +128,4 @@ def _summary(store: Store, rollouts: Sequence[Rollout], is_greedy: bool) -> list
 
 
 def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True)
+    print(line)

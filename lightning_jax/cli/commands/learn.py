@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from lightning_jax.cli.command import AtLeastOne, Command, UsageError, argument, flag
+from lightning_jax.cli.command import AtLeastOne, RunCommand, UsageError, argument, flag
 from lightning_jax.cli.commands.train import train_on_tasks
 from lightning_jax.cli.runtime import stop_on_sigterm
 
 if TYPE_CHECKING:
+    from lightning_jax.models.config import ModelConfig
     from lightning_jax.train.config import Config
 
 DEFAULT_WHERE = "reward > 0"
@@ -25,7 +26,7 @@ POLICY = (f"algorithm.max_staleness={2**31 - 1}",)  # no sample is too old
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learn(Command):
+class Learn(RunCommand):
     """Train on the stored attempts of a run. Nothing is sampled but evaluations.
 
     A step takes warmup.groups_per_step groups with --supervised, and with --policy those that a
@@ -37,7 +38,6 @@ class Learn(Command):
     """
 
     can_resume: ClassVar[bool] = True
-    run_dir: Path = argument("RUN", "a run directory")
     settings: list[str] = argument(
         "key=value",
         "settings that differ from the run's, such as run_dir, warmup.* and algorithm.*",
@@ -74,7 +74,6 @@ class Learn(Command):
     )
 
     def run(self) -> int:
-        from lightning_jax.train.directory import SETTINGS, STORE, require_run
         from lightning_jax.train.loop.check import check_start
 
         stop_on_sigterm()
@@ -84,7 +83,7 @@ class Learn(Command):
                 reason="conflict" if self.policy else "missing",
                 key="--supervised",
             )
-        require_run(self.run_dir, SETTINGS, STORE)
+        self.require_run()
         config = self._config()
         check_start(config)
         return train_on_tasks(config)
@@ -123,7 +122,10 @@ class Learn(Command):
             num_steps=self.steps,
         )
         start = self.start or ("model" if self.policy else "policy")
-        return replace(_begun_at(source, config) if start == "policy" else config, learn=learn)
+        if start == "policy":
+            model = _exported_model(source, config.model, has_policies=bool(config.policies))
+            config = replace(config, model=model)
+        return replace(config, learn=learn)
 
 
 def settings_of_policy_steps(source: Path, settings: Sequence[str]) -> "Config":
@@ -153,19 +155,18 @@ def _load(source: Path, settings: Sequence[str]) -> "Config":
     return load_config(Config, [str(source / SETTINGS), *settings])
 
 
-def _begun_at(source: Path, config: "Config") -> "Config":
-    """Return settings that begin with the policy of the run in `source`."""
+def _exported_model(source: Path, model: "ModelConfig", *, has_policies: bool) -> "ModelConfig":
+    """Return the settings of the model that the run in `source` has exported."""
     from lightning_jax.settings import ConfigError
     from lightning_jax.train.directory import find_weights
 
-    found = find_weights(source)
-    if not found.is_exported or config.policies:
-        fact = "trains several policies" if found.is_exported else "has not ended"
+    weights = find_weights(source)
+    if not weights.is_exported or has_policies:
+        fact = "trains several policies" if weights.is_exported else "has not ended"
         raise ConfigError(
             f"run {source} {fact}, so its policy is no model to start from; pass --start model.",
             reason="not_exported",
             key="--start",
         )
-    name = str(found.path.resolve())  # has the settings' template and its variables in it
-    model = replace(config.model, name=name, chat_template=None, chat_template_kwargs={})
-    return replace(config, model=model)
+    name = str(weights.path.resolve())  # has the settings' template and its variables in it
+    return replace(model, name=name, chat_template=None, chat_template_kwargs={})
