@@ -7,13 +7,15 @@ seconds.
 import contextlib
 import difflib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_jax.errors import UserError
+from lightning_jax.models.config import PolicyConfig
 from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.studio import DEFAULT_LIMIT
@@ -87,9 +89,10 @@ class RunReader:
         matching = newest_first(self._store.rollouts(phase=phase, step=step))
         if not matching:
             raise self._nothing_matches(phase, step)
-        shown = [(rollout, self._store.spans(rollout.rollout_id)) for rollout in matching[:limit]]
-        tasks = {found.rollout_id: self._store.task_fields(found.rollout_id) for found, _ in shown}
-        return view_run(str(self._directory), matching, shown, tasks)
+        ids = [rollout.rollout_id for rollout in matching[:limit]]
+        in_table = list(zip(matching, map(self._store.spans, ids), strict=False))
+        tasks = {rollout_id: self._store.task_fields(rollout_id) for rollout_id in ids}
+        return view_run(str(self._directory), matching, in_table, tasks)
 
     def rollout(self, rollout_id: str) -> RolloutView:
         """Return one rollout with its calls. Raises ViewError for an unknown id."""
@@ -117,8 +120,8 @@ class RunReader:
     def _find(self, rollout_id: str) -> Rollout:
         with contextlib.suppress(StoreError):
             return self._store.rollout(rollout_id)
-        known = [rollout.rollout_id for rollout in self._store.rollouts()]
-        close = difflib.get_close_matches(rollout_id, known, n=3, cutoff=0.5)
+        ids = [rollout.rollout_id for rollout in self._store.rollouts()]
+        close = difflib.get_close_matches(rollout_id, ids, n=3, cutoff=0.5)
         hint = f"the closest are {', '.join(close)}" if close else "omit it for a list"
         raise ViewError(
             f"{self._directory} has no rollout {rollout_id!r}; {hint}.",
@@ -134,11 +137,11 @@ class RunReader:
                 reason="empty",
                 key=str(self._directory),
             )
-        wanted = [f"phase {phase}"] * (phase is not None) + [f"step {step}"] * (step is not None)
+        query = [f"phase {phase}"] * (phase is not None) + [f"step {step}"] * (step is not None)
         steps = [rollout.step for rollout in everything]
         return ViewError(
             f"none of the {len(everything)} rollouts of {self._directory} has "
-            f"{' and '.join(wanted)}; expected train or eval and a step of {min(steps)} to "
+            f"{' and '.join(query)}; expected train or eval and a step of {min(steps)} to "
             f"{max(steps)} in which there were some.",
             reason="nothing_matches",
         )
@@ -208,13 +211,15 @@ class RunReader:
             if self._store.step_groups(step):
                 return StepCredit(notes=("no step has trained on its group yet",))
         if step not in self._credit_of_steps:
-            self._credit_of_steps[step] = self._of_step(step, config)
+            self._credit_of_steps[step] = self._of_step(step, config.algorithm, config.policies)
         trained, found = self._credit_of_steps[step]
         if rollout.rollout_id not in trained:
             return StepCredit(notes=("not trained on: another attempt replaced it",))
         return found
 
-    def _of_step(self, step: int, config: Config) -> tuple[set[str], StepCredit]:
+    def _of_step(
+        self, step: int, algorithm: AlgorithmConfig, policies: Mapping[str, PolicyConfig]
+    ) -> tuple[set[str], StepCredit]:
         """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
         names = self._store.step_groups(step)
         of_groups = [found for name in names for found in self._store.rollouts(group_id=name)]
@@ -223,12 +228,12 @@ class RunReader:
         trajectories, _ = to_trajectories(
             self._store, rollouts, policy_version=step, reader=self._trace_reader
         )
-        found = step_credit(trajectories, config.algorithm, step=step, policies=config.policies)
+        credit = step_credit(trajectories, algorithm, step=step, policies=policies)
         num_open = sum(rollout.status in ("queued", "running") for rollout in rollouts)
         if num_open == 0:
-            return ids, found
+            return ids, credit
         waiting = (
             f"step {step} is still running: advantages exclude {num_open} of its {len(rollouts)} "
             "rollouts"
         )
-        return ids, replace(found, notes=(*found.notes, waiting))
+        return ids, replace(credit, notes=(*credit.notes, waiting))
