@@ -174,8 +174,8 @@ def _run_child(
     )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        found = [line for line in lines if re.search("Unknown flag|Check failed|Error", line)]
-        reason = (found or lines or [""])[-1]
+        causes = [line for line in lines if re.search("Unknown flag|Check failed|Error", line)]
+        reason = (causes or lines or [""])[-1]
         raise RuntimeError(f"the child process ended with {done.returncode}: {reason}")
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -199,8 +199,8 @@ UPDATE = re.compile(r"updated command buffer in ([\d.e+-]+) ?(\S*)", re.IGNORECA
 def update_times_us(log: str) -> list[float]:
     """Return the times of the command buffer updates that a log reports, in microseconds."""
     scales = {"sec": 1e6, "s": 1e6, "ms": 1e3, "ns": 1e-3}
-    found = UPDATE.findall(log)
-    return [float(value) * scales.get(unit.rstrip(";.,"), 1.0) for value, unit in found]
+    updates = UPDATE.findall(log)
+    return [float(value) * scales.get(unit.rstrip(";.,"), 1.0) for value, unit in updates]
 
 
 def _measure_graph_updates(setting: Setting) -> Iterator[Figure]:

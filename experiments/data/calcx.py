@@ -117,14 +117,14 @@ def _rows(folder: Path, split: str) -> Iterator[tuple[str, Record]]:
 
 
 def _files(folder: Path, split: str) -> list[Path]:
-    found = [
+    paths = [
         path
         for name in _NAMES[split]
         for pattern in (f"{name}[-.]*.parquet", f"{name}.parquet", f"{name}*.jsonl")
         for path in sorted(folder.glob(pattern))
     ]
     compact = [folder / f"{name}.jsonl.gz" for name in _NAMES[split]]
-    return found + [path for path in compact if path.is_file()]
+    return paths + [path for path in compact if path.is_file()]
 
 
 def _read(path: Path) -> Iterator[tuple[str, Record]]:
