@@ -13,6 +13,7 @@ from typing import Any
 from dataset_files import require_text
 from generated_problems import generated_problems
 
+from lightning_jax.settings.loading import import_optional
 from lightning_jax.settings.schema import Count
 from lightning_jax.train.tasks.record_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
@@ -139,18 +140,10 @@ def _numbered(rows: Any, prefix: str = "row ") -> Iterator[tuple[str, Record]]:
 
 def _parquet(path: Path) -> Iterator[Record]:
     """Yield the rows without empty fields, reading one batch at a time."""
+    parquet = import_optional("pyarrow.parquet", "pyarrow>=20")  # as in the extra calcx
+    pyarrow = import_optional("pyarrow", "pyarrow>=20")
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DatasetError(
-            f"{path} is a parquet file, which pyarrow reads ({error}); install it with the extra "
-            "calcx: pip install -e '.[calcx]'",
-            reason="missing",
-            key="pyarrow",
-        ) from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     yield {k: v for k, v in row.items() if v is not None or k == "result"}
