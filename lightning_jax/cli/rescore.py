@@ -19,7 +19,7 @@ from lightning_jax.train.loop.rescored import Pair, rescored_groups, scored_pair
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RewardComparison:
     """Change of the rewards of stored rollouts."""
 
     num_groups: int  # with a rollout that its agent did not fail
@@ -43,7 +43,7 @@ def rescore(run_dir: Path, file: Path, *, phase: str, limit: int | None) -> None
         console.print("", as_terminal(by_evaluation(groups), console.width), sep="\n")
 
 
-def compare(groups: Sequence[Sequence[Pair]]) -> Comparison:
+def compare_rewards(groups: Sequence[Sequence[Pair]]) -> RewardComparison:
     """Return how the rewards of the rollouts of each group change."""
     correlations, flips, num_failed, num_groups = [], [], 0, 0
     for scored in (scored_pairs([group]) for group in groups):
@@ -56,7 +56,7 @@ def compare(groups: Sequence[Sequence[Pair]]) -> Comparison:
             correlations.append(correlation)
         flips += flipped(before, after) if kept else []
     share = fmean(flips) if flips else None
-    return Comparison(num_groups, num_failed, tuple(correlations), share)
+    return RewardComparison(num_groups, num_failed, tuple(correlations), share)
 
 
 def _grid(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequence[Pair]]) -> Grid:
@@ -72,7 +72,7 @@ def _grid(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequence[Pair]])
         values = [r.reward for r in (pair[rollouts] for pair in pairs) if r.reward is not None]
         if values:
             rows.append((name, "", f"{fmean(values):.4f}", ""))
-    change = compare(groups)
+    change = compare_rewards(groups)
     notes = [f"rollouts: {len(pairs)} of {change.num_groups} groups"]
     if change.num_failed:
         failed = next(after for _, after in pairs if after.status != "scored")

@@ -79,7 +79,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Groups of runs, each compared with the first."""
 
     groups: tuple[GroupView, ...]
@@ -87,10 +87,10 @@ class Comparison:
     pairs: tuple[Pair, ...]
 
 
-def compare(groups: Sequence[Group]) -> Comparison:
+def compare_groups(groups: Sequence[Group]) -> RunComparison:
     """Compare the groups with the first one. Raises ConfigError if a run is given twice."""
     names = group_names(groups)
-    return Comparison(
+    return RunComparison(
         tuple(GroupView(name, tuple(group)) for name, group in zip(names, groups, strict=True)),
         settings_table(groups, names),
         tuple(

@@ -13,7 +13,7 @@ from lightning_jax.studio import Axis
 from lightning_jax.studio.comparison import (
     Group,
     TaskRow,
-    compare,
+    compare_groups,
     group_names,
     task_facts,
 )
@@ -31,7 +31,7 @@ def compare_runs(groups: Sequence[Group], axis: Axis = "steps") -> list[Grid]:
 
     Raises ConfigError if a run is given twice.
     """
-    comparison = compare(groups)
+    comparison = compare_groups(groups)
     names = [group.name for group in comparison.groups]
     tables = [
         runs_table([run for group in groups for run in group], "Runs"),

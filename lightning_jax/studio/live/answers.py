@@ -9,7 +9,7 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.sessions.open_rollouts import RolloutActivity
 from lightning_jax.rollouts.results.failures import Failure
 from lightning_jax.studio import DEFAULT_LIMIT
-from lightning_jax.studio.comparison import compare, settings_table
+from lightning_jax.studio.comparison import compare_groups, settings_table
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
 from lightning_jax.studio.live.overview import find_worst_group, learning, task_names
 from lightning_jax.studio.live.search import search_transcripts
@@ -291,7 +291,7 @@ def compare_answer(groups: Sequence[Sequence[WatchedRun]]) -> Json:
             reason="out_of_range",
             key="group",
         )
-    return as_json(compare([[run.summary() for run in group] for group in groups]))
+    return as_json(compare_groups([[run.summary() for run in group] for group in groups]))
 
 
 # Files
