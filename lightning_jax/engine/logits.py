@@ -14,11 +14,6 @@ from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 
 
-def needs_adjusting(sampling: SamplingParams) -> bool:
-    """Return True if the request changes its logits or asks for the likeliest tokens."""
-    return moves_logits(sampling) or sampling.top_logprobs > 0
-
-
 def moves_logits(sampling: SamplingParams) -> bool:
     """Return True if the request samples from logits other than the policy's."""
     return bool(

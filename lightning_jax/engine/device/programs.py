@@ -100,17 +100,6 @@ def prefill(
     return written
 
 
-def insert_row(
-    state: DecodeState, row: KVCache, slot: Int32[Array, ""], start: Start
-) -> DecodeState:
-    """Return the state with a one-row cache in the slot, and the slot active."""
-
-    def put(rows: Any, row: Any) -> Any:
-        return jax.lax.dynamic_update_slice(rows, row, (slot, 0, 0, 0))
-
-    return activate(replace(state, cache=jax.tree.map(put, state.cache, row)), slot, start)
-
-
 def activate(state: DecodeState, slot: Int32[Array, ""], start: Start) -> DecodeState:
     return replace(
         state,

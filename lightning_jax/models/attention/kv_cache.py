@@ -67,11 +67,6 @@ class KVCache:
         """Number of tokens that a row holds."""
         return self.layers[0].length
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return self.layers[0].values[0].shape[0]
-
     def split(self) -> "list[KVCache]":
         """Return one cache for each segment, the inverse of `join`."""
         return [
