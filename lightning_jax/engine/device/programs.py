@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Int32
 
 from lightning_jax.engine.sampling import Adjustment, Sampled, sample
 from lightning_jax.engine.types import SamplingParams
-from lightning_jax.models.attention.kv_cache import KVCache, join_caches
+from lightning_jax.models.attention.kv_cache import KVCache, init_cache, join_caches
 from lightning_jax.models.shape import DecoderConfig
-from lightning_jax.models.transformer import Params, forward, init_cache, unembed
+from lightning_jax.models.transformer import Params, forward, unembed
 from lightning_jax.types import Leaf
 
 

@@ -10,9 +10,8 @@ A token's key is contiguous there. With tokens on the last axis, the TPU compile
 all keys to write one, and transpose them back.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from lightning_jax.models.attention import flash_cache
+from lightning_jax.models.attention import flash, flash_cache
 from lightning_jax.models.attention.blockwise import MASKED, pad_to
+from lightning_jax.models.shape import DecoderShape
 from lightning_jax.types import Leaf
 
 SEGMENT = 256  # tokens of the first segments; reading fewer saves almost nothing
@@ -120,27 +120,24 @@ def segment_starts(segments: Sequence[Any]) -> list[int]:
     return [0, *itertools.accumulate(segment.shape[TOKEN_AXIS] for segment in segments)][:-1]
 
 
-def make_cache(
-    *,
-    layers: int,
+def init_cache(
+    shape: DecoderShape,
     rows: int,
     length: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: Any,
+    dtype: Any = jnp.float32,
     platform: str = "cpu",
 ) -> KVCache:
-    """Build a cache of zeros in the layout of this platform."""
-    whole, width = is_whole(platform), flash_cache.kernel_width(platform, head_dim)
+    """Build a cache of zeros for a model of this shape, in the layout of this platform."""
+    whole, width = is_whole(platform), flash_cache.kernel_width(platform, shape.head_dim)
     lengths = (length,) if whole else segment_lengths(length)
-    values = [(rows, kv_heads, size, width) for size in lengths]
-    keys = values if whole else [(rows, kv_heads, width, size) for size in lengths]
+    values = [(rows, shape.num_kv_heads, size, width) for size in lengths]
+    keys = values if whole else [(rows, shape.num_kv_heads, width, size) for size in lengths]
 
     def layer() -> LayerCache:
-        sides = [tuple(jnp.zeros(shape, dtype) for shape in shapes) for shapes in (keys, values)]
+        sides = [tuple(jnp.zeros(size, dtype) for size in sizes) for sizes in (keys, values)]
         return LayerCache(sides[0], sides[1], whole)
 
-    return KVCache(tuple(layer() for _ in range(layers)))
+    return KVCache(tuple(layer() for _ in range(shape.num_layers)))
 
 
 def write_cache(
@@ -162,11 +159,11 @@ def write_cache(
         segment_starts(layer.values), layer.keys, layer.values, strict=True
     ):
         # A negative index would count from the end.
-        at = jnp.where(positions < start, value.shape[TOKEN_AXIS], positions - start)
+        index = jnp.where(positions < start, value.shape[TOKEN_AXIS], positions - start)
         new = new_keys.astype(key.dtype), new_values.astype(value.dtype)
-        key_at = key.at[rows, :, at] if layer.whole else key.at[rows, :, :, at]
+        key_at = key.at[rows, :, index] if layer.whole else key.at[rows, :, :, index]
         keys.append(key_at.set(new[0], mode="drop"))
-        values.append(value.at[rows, :, at].set(new[1], mode="drop"))
+        values.append(value.at[rows, :, index].set(new[1], mode="drop"))
     return replace(layer, keys=tuple(keys), values=tuple(values))
 
 
@@ -213,17 +210,12 @@ def _attend_whole(
     if keys.shape[TOKEN_AXIS] % flash_cache.SIZE:
         return _at_once(*arrays)
     kernels = {"cuda": flash_cache.attend_gpu, "tpu": flash_cache.attend_tpu}
-    kernels = {name: _per_device(kernel) for name, kernel in kernels.items()}
-    return jax.lax.platform_dependent(*arrays, **kernels, default=_at_once)
+    specs = flash_cache.partition_specs
+    split = {name: flash.per_device(kernel, specs) for name, kernel in kernels.items()}
+    return jax.lax.platform_dependent(*arrays, **split, default=_at_once)
 
 
-# These are jitted so that they are traced once for all layers of a model.
-@functools.cache
-def _per_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(functools.partial(flash_cache.per_device, kernel))
-
-
-@jax.jit
+@jax.jit  # so that it is traced once for all layers of a model
 def _at_once(
     queries: Queries,
     keys: Float[Array, "S K C D"],

@@ -20,10 +20,11 @@ from lightning_jax.engine.device.programs import start_of
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
+from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.sharding import param_shardings
-from lightning_jax.models.transformer import forward, init_cache, init_params, unembed
+from lightning_jax.models.transformer import forward, init_params, unembed
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.memory.targets import target_devices
