@@ -202,9 +202,9 @@ class Batcher:
 
         This happens one turn late, so that no response waits for it.
         """
-        ended, self._retiring = self._retiring, []
-        slots = [request.slot for request in ended if request.slot is not None]
-        for slot, request in zip(slots, ended, strict=True):
+        requests, self._retiring = self._retiring, []
+        slots = [request.slot for request in requests if request.slot is not None]
+        for slot, request in zip(slots, requests, strict=True):
             # The last token was sampled but never fed, so the row does not hold it.
             ids = [*request.prompt, *(token.token_id for token in request.response.tokens)][:-1]
             self._prefixes.keep(self._state, slot, ids, request.version, request.adapter)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Float32
 
-from lightning_jax.engine.grammar.compiler import GrammarCompiler, Matcher
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
+from lightning_jax.engine.grammar.process import Matcher
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 
