@@ -22,8 +22,11 @@ from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Params
+from lightning_jax.settings.loading import load_function
 
 log = logging.getLogger(__name__)
+
+JETSTREAM = "lightning_jax.engine.jetstream.loop:JetStreamLoop"  # an optional dependency
 
 
 class Engine:
@@ -189,6 +192,4 @@ def make_programs(
 def _loop_type(serve: ServeConfig) -> Any:
     if serve.orchestrator == "native":
         return EngineLoop
-    from lightning_jax.engine.jetstream.loop import JetStreamLoop  # an optional dependency
-
-    return JetStreamLoop
+    return load_function(JETSTREAM if serve.orchestrator == "jetstream" else serve.orchestrator)
