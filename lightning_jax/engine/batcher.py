@@ -57,11 +57,10 @@ class Batcher:
 
     def load_weights(self, params: Any | None, version: int) -> None:
         """Use these weights from the next step on. None: the same ones under a new version."""
-        self._version = version
-        self._prefixes.keep_all(version)
+        self._version = self._prefixes.tree.version = version
         if params is not None:
             self._params = params
-            self._prefixes.forget_all(version)
+            self._prefixes.tree.reset(version)
 
     def turn(
         self, submitted: Sequence[Request], cancelled: Sequence[Request | None]
@@ -88,8 +87,8 @@ class Batcher:
             "serve/running": float(len(self._scheduler.running)),
             "serve/compiles": float(self._programs.compiles),
             "serve/compiling": float(self._programs.num_compiling()),
-            "serve/prefix_cache_pages_used": float(self._prefixes.pages_used),
-            "serve/prefix_cache_evicted_pages": float(self._prefixes.evicted_pages),
+            "serve/prefix_cache_pages_used": float(self._prefixes.tree.num_used),
+            "serve/prefix_cache_evicted_pages": float(self._prefixes.tree.num_evicted),
         }
 
     def _begin(self) -> None:
