@@ -78,7 +78,10 @@ def per_device(
 
 
 class Sums(NamedTuple):
-    """State of the online softmax over the keys that some queries have met, in float32."""
+    """State of the online softmax over the keys that some queries have met, in float32.
+
+    The methods take M queries of one key head. The arrays may have axes before these.
+    """
 
     top: Any  # [M 1], the highest score
     total: Any  # [M 1], the sum of exp(score - top)
