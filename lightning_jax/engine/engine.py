@@ -26,8 +26,6 @@ from lightning_jax.settings.loading import load_function
 
 log = logging.getLogger(__name__)
 
-JETSTREAM = "lightning_jax.engine.jetstream.loop:JetStreamLoop"  # an optional dependency
-
 
 class Engine:
     """Model that answers requests with the newest weights published to it.
@@ -192,4 +190,5 @@ def make_programs(
 def _loop_type(serve: ServeConfig) -> Any:
     if serve.orchestrator == "native":
         return EngineLoop
-    return load_function(JETSTREAM if serve.orchestrator == "jetstream" else serve.orchestrator)
+    names = {"jetstream": "lightning_jax.engine.jetstream.loop:JetStreamLoop"}
+    return load_function(names.get(serve.orchestrator, serve.orchestrator))
