@@ -35,8 +35,8 @@ class Container:
         self,
         words: Sequence[str],
         variables: Mapping[str, str],
+        stdin: bytes,
         timeout_s: float,
-        stdin: bytes = b"",
     ) -> Ended:
         """Run a program in the container's working directory. `exceeded` may be timeout_s."""
         names = [word for name in variables for word in ("--env", name)]  # values stay out of argv
@@ -129,6 +129,6 @@ async def _docker(
     stdin: bytes = b"",
     variables: Mapping[str, str] | None = None,
 ) -> Ended:
-    given = {name: text for name, text in os.environ.items() if name.startswith("DOCKER_")}
-    environment = {**(variables or {}), **inherited(()), **given}
+    docker = {name: text for name, text in os.environ.items() if name.startswith("DOCKER_")}
+    environment = {**(variables or {}), **inherited(()), **docker}
     return await run_limited(["docker", *words], environment, stdin, timeout_s)

@@ -203,10 +203,10 @@ def wait_for(pid: int, timeout_s: float = math.inf) -> "int | None":
     """Wait for a child, and reap any other. Return its wait status, or None after the time-out."""
     give_up = time.monotonic() + timeout_s
     while True:
-        found, status = os.waitpid(-1, 0 if timeout_s == math.inf else os.WNOHANG)
-        if found == pid:
+        child, status = os.waitpid(-1, 0 if timeout_s == math.inf else os.WNOHANG)
+        if child == pid:
             return status
-        if not found:
+        if not child:
             left_s = give_up - time.monotonic()
             if left_s <= 0 or signal.sigtimedwait({signal.SIGCHLD}, left_s) is None:
                 return None

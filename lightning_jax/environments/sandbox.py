@@ -142,10 +142,10 @@ async def run_boxed(
         "PWD": box.path_of(WORK),
     }
     line = [sys.executable, "-I", "-S", str(LAUNCHER), json.dumps(settings), *words]
+    num_launchers = 3 if box.kind == "namespaces" else 0
+    bounds = Limits(limits.max_processes + num_launchers, limits.memory_mib * 2**20)
     full = asyncio.ensure_future(_until_full(box.folder, file_bytes))
-    return await run_limited(
-        line, variables, stdin, limits.timeout_s, _process_limits(box, limits), full
-    )
+    return await run_limited(line, variables, stdin, limits.timeout_s, bounds, full)
 
 
 async def run_limited(
@@ -172,21 +172,21 @@ async def run_limited(
                 await future
 
 
-def choose_kind(asked: str) -> Kind:
+def choose_kind(name: str) -> Kind:
     """Return the kind of sandbox for a setting: auto, namespaces or processes.
 
     Raises UserError for another name, and for namespaces where the system has none.
     """
-    if asked not in ("auto", "namespaces", "processes"):
+    if name not in ("auto", "namespaces", "processes"):
         raise UserError(
-            f"the sandbox {asked!r} does not exist; use auto, namespaces, processes or docker.",
+            f"the sandbox {name!r} does not exist; use auto, namespaces, processes or docker.",
             reason="unknown",
             key="sandbox",
         )
-    if asked == "processes":
+    if name == "processes":
         return "processes"
     if error := namespace_error():
-        if asked == "namespaces":
+        if name == "namespaces":
             raise UserError(
                 f"this system makes no user namespaces ({error}); use sandbox=processes.",
                 reason="unsupported",
@@ -222,11 +222,6 @@ def _fallback(error: str) -> Kind:
         extra={"event": "weak_sandbox"},
     )
     return "processes"
-
-
-def _process_limits(box: Box, limits: BoxLimits) -> Limits:
-    extra = 3 if box.kind == "namespaces" else 0  # of the launcher
-    return Limits(limits.max_processes + extra, limits.memory_mib * 2**20)
 
 
 async def _until_full(folder: Path, max_bytes: int) -> None:
