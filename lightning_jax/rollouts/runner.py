@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -233,7 +232,8 @@ class Runner:
         """Return the context of an attempt, which waits until the agent can run."""
         if isinstance(self.agent, WorkerPool):
             return self.agent.reserve(self.config, task, reasons)
-        return nullcontext(Execution(partial(_run_here, self.agent, self.config)))
+        agent, config = self.agent, self.config
+        return nullcontext(Execution(lambda _, task, llm: run_agent(agent, task, llm, config)))
 
     async def _attempt(
         self, request: RolloutRequest, attempt: int, execution: Execution, *, draw: int
@@ -320,9 +320,3 @@ class Runner:
             max_spans=self.config.max_spans,
             max_spans_mib=self.config.max_spans_mib,
         )
-
-
-async def _run_here(
-    agent: Agent, config: RolloutConfig, rollout_id: str, task: Task, llm: LLM
-) -> Outcome:
-    return await run_agent(agent, task, llm, config)

@@ -101,10 +101,10 @@ def _serve(loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
                 error,
                 extra={"event": "agent_task_exited", "error": error},
             )
-    if left := asyncio.all_tasks(loop):
-        for task in left:
+    if tasks := asyncio.all_tasks(loop):
+        for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
+        loop.run_until_complete(asyncio.wait(tasks, timeout=GRACE_S))
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
 

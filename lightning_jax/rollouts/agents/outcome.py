@@ -218,10 +218,10 @@ def _detail(error: BaseException, raised: BaseException) -> str:
     except BaseException:  # noqa: BLE001  (foreign code may fail here too)
         words = ""
     frames = traceback.extract_tb(error.__traceback__ or raised.__traceback__)
-    places = [f for f in frames if not any(map(Path(f.filename).is_relative_to, LIBRARIES))]
+    ours = [f for f in frames if not any(map(Path(f.filename).is_relative_to, LIBRARIES))]
     if not words:
-        words, places = "raised without a message", places or frames
-    where = [f" (at {last.filename}:{last.lineno} in {last.name})" for last in places[-1:]]
+        words, ours = "raised without a message", ours or list(frames)
+    where = [f" (at {last.filename}:{last.lineno} in {last.name})" for last in ours[-1:]]
     return storable("".join([words[:MAX_DETAIL], *where]))
 
 

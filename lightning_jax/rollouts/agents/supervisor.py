@@ -149,13 +149,12 @@ class Supervisor:
 
     def exceeds_memory(self, pids: "list[int]") -> bool:
         """Return True if all processes together use more memory than their limit."""
-        left = self.memory - sum(map(anonymous_memory, pids))
         files = open_in_memory(pids)
-        left -= sum(files.values())
+        room = self.memory - sum(map(anonymous_memory, pids)) - sum(files.values())
         # Pages that processes share count once, which takes long to find out. Few have so many.
-        return left < 0 or (
-            sum(map(shared_memory, pids)) > left
-            and sum(mapped_in_memory(pid, files) for pid in pids) > left
+        return room < 0 or (
+            sum(map(shared_memory, pids)) > room
+            and sum(mapped_in_memory(pid, files) for pid in pids) > room
         )
 
     def end_all(self, at_once: bool) -> None:
@@ -216,9 +215,9 @@ def guard_child() -> None:
             os.kill(child, signal.SIGCONT)
         elif pid == child:
             status, give_up = ended, time.monotonic() + KILL_S
-        if status is not None and (left := descendants()):
-            send_signal(left, signal.SIGSTOP)  # so that none starts another
-            send_signal(left, signal.SIGKILL)
+        if status is not None and (pids := descendants()):
+            send_signal(pids, signal.SIGSTOP)  # so that none starts another
+            send_signal(pids, signal.SIGKILL)
             time.sleep(0.002)
     os._exit(int(bool(status)))
 
