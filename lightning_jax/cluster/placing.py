@@ -82,7 +82,7 @@ async def end_actors(ray: Any, actors: Sequence[Any], timeout_s: float) -> None:
             await asyncio.wait(stopping, timeout=timeout_s)
     finally:
         for stop in stopping:
-            if not stop.cancel() and not stop.cancelled():
+            if not stop.cancel() and not stop.cancelled():  # it has ended
                 stop.exception()  # retrieved, or asyncio would log it
         for actor in actors:
             ray.kill(actor)

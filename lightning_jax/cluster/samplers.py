@@ -276,7 +276,6 @@ class Samplers:
             log.info("sampler %d is back with the present weights", index)
 
     async def _drain(self, live: ServingSampler) -> None:
-        """Store the spans of a sampler until it is lost."""
         receipts: list[Receipt] = []
         while live.loss is None:
             try:
@@ -312,7 +311,6 @@ class Samplers:
         return min(able, key=rank)
 
     async def _any(self) -> ServingSampler:
-        """Wait for a sampler."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 while not (live := self._choose("")):

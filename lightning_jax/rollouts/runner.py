@@ -30,7 +30,7 @@ from lightning_jax.rollouts.agents.outcome import (
     DEADLINE,
     Outcome,
     failure,
-    judged_by_server,
+    final_outcome,
     with_posted,
 )
 from lightning_jax.rollouts.config import MEASURING, RolloutConfig
@@ -252,9 +252,7 @@ class Runner:
             await self.server.close(rollout.rollout_id)
             raise
         traffic = await self.server.close(rollout.rollout_id)
-        outcome = judged_by_server(outcome, traffic, stalled_s, self.config.timeout_s)
-        if outcome.status == "agent_failure":
-            outcome = replace(outcome, reward=self.config.agent_failure_reward)
+        outcome = final_outcome(outcome, traffic, stalled_s, self.config)
         values = {
             attributes.OPERATION_NAME: attributes.INVOKE_AGENT,
             attributes.ROLLOUT_ID: rollout.rollout_id,

@@ -121,7 +121,6 @@ class StoreFile:
             self._db.close()
 
     def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        """Return the rows of a query."""
         with self._lock, one_sentence(self.path):
             return self._db.execute(query, values).fetchall()
 

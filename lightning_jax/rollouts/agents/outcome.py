@@ -157,24 +157,27 @@ def with_posted(outcome: Outcome, posted: float | None, *, needs_reward: bool = 
     return Outcome("scored", posted, metrics=outcome.metrics)
 
 
-def judged_by_server(
-    outcome: Outcome, traffic: "Traffic", stalled_s: float, timeout_s: float
+def final_outcome(
+    outcome: Outcome, traffic: "Traffic", stalled_s: float, config: RolloutConfig
 ) -> Outcome:
     """Return the outcome with the status that the gateway's knowledge of the calls implies.
 
-    A deadline is the server's fault if it starved the rollout.
+    A deadline is the server's fault if it starved the rollout. A failed agent earns
+    `rollout.agent_failure_reward`.
     """
     if traffic.loss:  # the reward may rest on calls and posts that nobody knows of
         return Outcome("infrastructure_failure", reason=SERVER_LOST, detail=traffic.loss)
     if outcome.status == "agent_failure" and traffic.unanswered:
         # The agent stopped after a call that the server could not answer.
         return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])
-    if outcome.reason == DEADLINE and traffic.lost.starve(timeout_s):
+    if outcome.reason == DEADLINE and traffic.lost.starve(config.timeout_s):
         detail = f"its calls waited for {traffic.lost.total_s:.1f} s"
         return Outcome("infrastructure_failure", reason=DEADLINE_IN_QUEUE, detail=detail)
     gave_up = traffic.num_cancelled > 0 and stalled_s < STANDSTILL_S
     if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
-        return replace(outcome, status="agent_failure")
+        outcome = replace(outcome, status="agent_failure")
+    if outcome.status == "agent_failure":
+        return replace(outcome, reward=config.agent_failure_reward)
     return outcome
 
 

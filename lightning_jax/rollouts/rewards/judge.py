@@ -156,7 +156,6 @@ class Judge:
         return {asker: read_scores(text, request_of(asker)) for asker, text in stored.items()}
 
     async def _ask(self, key: str, asker: str, request: JudgeRequest) -> None:
-        """Ask for one verdict and keep it."""
         body = self._body(request) | {"seed": derive_seed(self._seed, key, asker)}
         async with self._gate:
             text = await ask(
