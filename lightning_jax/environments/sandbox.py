@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.agents.process import Ended, Limits, run_program
+from lightning_jax.rollouts.agents.process import Ended, ProgramLimits, run_program
 from lightning_jax.system.trees import is_within, remove_tree
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["namespaces", "processes"]
+SandboxKind = Literal["namespaces", "processes"]
 
 LAUNCHER = Path(__file__).with_name("isolate.py")
-NO_LIMITS = Limits()
+NO_LIMITS = ProgramLimits()
 POLL_S = 0.2  # between two measurements of a box's size
 MAX_FILES = 20_000  # files and directories of a box
 MAX_DEPTH = 200  # levels of directories in a box
@@ -54,7 +54,7 @@ class Box:
     """Directories of one attempt at a task."""
 
     folder: Path
-    kind: Kind
+    kind: SandboxKind
     workdir: str = WORK  # path of the working directory with namespaces
     visible: tuple[str, ...] = ()  # paths that programs read, such as their interpreter
     hidden: tuple[str, ...] = ()  # directories that they must not read, such as the tests
@@ -85,7 +85,7 @@ class Box:
 
 @contextlib.contextmanager
 def open_box(
-    kind: Kind,
+    kind: SandboxKind,
     workdir: str = WORK,
     visible: Sequence[str] = (),
     hidden: Sequence[str] = (),
@@ -143,7 +143,7 @@ async def run_boxed(
     }
     line = [sys.executable, "-I", "-S", str(LAUNCHER), json.dumps(settings), *words]
     num_launchers = 3 if box.kind == "namespaces" else 0
-    bounds = Limits(limits.max_processes + num_launchers, limits.memory_mib * 2**20)
+    bounds = ProgramLimits(limits.max_processes + num_launchers, limits.memory_mib * 2**20)
     full = asyncio.ensure_future(_until_full(box.folder, file_bytes))
     return await run_limited(line, variables, stdin, limits.timeout_s, bounds, full)
 
@@ -153,7 +153,7 @@ async def run_limited(
     environment: Mapping[str, str],
     stdin: bytes,
     timeout_s: float,
-    limits: Limits = NO_LIMITS,
+    limits: ProgramLimits = NO_LIMITS,
     full: asyncio.Future[None] | None = None,
 ) -> Ended:
     """Run a program until it exits, its time is over or `full` is done. Cancels `full`."""
@@ -172,7 +172,7 @@ async def run_limited(
                 await future
 
 
-def choose_kind(name: str) -> Kind:
+def choose_kind(name: str) -> SandboxKind:
     """Return the kind of sandbox for a setting: auto, namespaces or processes.
 
     Raises UserError for another name, and for namespaces where the system has none.
@@ -213,7 +213,7 @@ def namespace_error() -> str:
 
 
 @cache
-def _fallback(error: str) -> Kind:
+def _fallback(error: str) -> SandboxKind:
     """Warn once that programs may write outside their box."""
     log.warning(
         "this system makes no user namespaces (%s); programs of tasks run with the rights of this "

@@ -35,7 +35,7 @@ from lightning_jax.rollouts.agents.outcome import (
 )
 from lightning_jax.rollouts.config import MEASURING, RolloutConfig
 from lightning_jax.rollouts.deadlines import DeadlineClock
-from lightning_jax.rollouts.rewards.scoring import Scorer
+from lightning_jax.rollouts.rewards.scoring import RewardScorer
 from lightning_jax.rollouts.servers import GatewayServer, OpenedRollout, RolloutServer
 from lightning_jax.rollouts.workers.pool import Execution, WorkerPool
 from lightning_jax.system.clock import PausableClock
@@ -158,7 +158,7 @@ class Runner:
     gateway: Gateway
     config: RolloutConfig
     seed: int
-    scorer: Scorer | None = None  # of the rewards, after the agent's own
+    scorer: RewardScorer | None = None  # of the rewards, after the agent's own
     at: RolloutServer | None = None  # None: `gateway`
     prompts: dict[str, str] = field(default_factory=dict)  # for agents; a search changes them
     is_judged: bool = False  # see LLM

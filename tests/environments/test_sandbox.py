@@ -14,7 +14,7 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.environments import sandbox
-from lightning_jax.environments.sandbox import Box, BoxLimits, Kind, open_box, run_boxed
+from lightning_jax.environments.sandbox import Box, BoxLimits, SandboxKind, open_box, run_boxed
 from lightning_jax.errors import UserError
 from lightning_jax.rollouts.agents.process import Ended
 
@@ -98,7 +98,7 @@ def test_daemons_end_with_their_program(box: Box) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_program_that_forks_is_ended(kind: Kind) -> None:
+def test_a_program_that_forks_is_ended(kind: SandboxKind) -> None:
     """The forking stops by itself, so that a failed test does no harm."""
     code = "import os, time\nfor _ in range(8):\n    os.fork()\n    time.sleep(0.1)\ntime.sleep(60)"
     with open_box(kind) as box:

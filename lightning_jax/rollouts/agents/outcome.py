@@ -105,7 +105,9 @@ def kept_metrics(measured: Mapping[Any, Any], limit: int) -> dict[str, float]:
     num_dropped = _number_in(measured.get(DROPPED_METRICS, 0.0))[0] or 0.0
     names = [name for name in measured if name != DROPPED_METRICS]
     for index, name in enumerate(names):
-        if index >= limit or not _is_metric_name(name):
+        is_text = isinstance(name, str)
+        max_chars = MAX_STORED_NAME if is_text and split_dropped(name) else MAX_METRIC_NAME
+        if index >= limit or not is_text or len(name) > max_chars:
             num_dropped += 1.0
             continue
         number, reason = _number_in(measured[name])
@@ -120,12 +122,6 @@ def split_dropped(name: str) -> tuple[str, str] | None:
     """Return (reason, metric) of a count of dropped values, or None for another metric."""
     reason, _, metric = name.removeprefix(DROPPED_VALUE).partition("/")
     return (reason, metric) if name.startswith(DROPPED_VALUE) and metric else None
-
-
-def _is_metric_name(name: Any) -> bool:
-    if not isinstance(name, str):
-        return False
-    return len(name) <= (MAX_STORED_NAME if split_dropped(name) else MAX_METRIC_NAME)
 
 
 def _number_in(value: Any) -> tuple[float | None, str]:

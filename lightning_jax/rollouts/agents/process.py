@@ -30,7 +30,7 @@ _CHUNK = 2**16
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """Limits of one program, including all processes it starts. 0: no limit."""
 
     max_processes: int = 0
@@ -53,7 +53,7 @@ async def run_program(
     environment: Mapping[str, str],
     stdin: bytes,
     keep_open: Sequence[int] = (),
-    limits: Limits = Limits(),
+    limits: ProgramLimits = ProgramLimits(),
     directory: str | None = None,
 ) -> Ended:
     """Run a command line to its end, then kill all processes it left behind.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.rollouts.agents.functions import Agent, Result, load_agent
-from lightning_jax.rollouts.agents.process import Ended, Limits, run_program
+from lightning_jax.rollouts.agents.process import Ended, ProgramLimits, run_program
 from lightning_jax.rollouts.agents.visibility import (
     REPORT_FD,
     is_judged,
@@ -175,7 +175,7 @@ def _check_loads(
 
 def _starter(config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
     """Return a function that runs a command line, with a task on its standard input."""
-    limits = Limits(
+    limits = ProgramLimits(
         max_processes=config.max_processes,
         memory_bytes=int((config.memory_mib or 0) * 2**20),
         num_files=original_limit(),

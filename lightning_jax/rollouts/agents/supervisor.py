@@ -103,9 +103,9 @@ class Supervisor:
                     file.write("1000")
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
                 signal.signal(number, signal.SIG_DFL)
-            limit(resource.RLIMIT_NOFILE, self.num_files)
+            set_limit(resource.RLIMIT_NOFILE, self.num_files)
             if self.memory:
-                limit(resource.RLIMIT_DATA, self.memory)
+                set_limit(resource.RLIMIT_DATA, self.memory)
             os.execvp(words[0], words)
         except OSError as error:
             os.write(failing, str(error.errno or 1).encode())
@@ -239,7 +239,7 @@ def prctl(option: int, argument: int) -> int:
     return ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
 
 
-def limit(name: int, value: int) -> None:
+def set_limit(name: int, value: int) -> None:
     """Set a soft limit, or leave it as it is if that is not possible."""
     hard = resource.getrlimit(name)[1]
     with contextlib.suppress(OSError, ValueError):

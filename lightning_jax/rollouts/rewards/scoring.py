@@ -43,7 +43,7 @@ Value = Judgement | Outcome  # of one attempt; an outcome is a failure
 Ask = Callable[[str, Sequence[Attempt]], Awaitable[list[Judgement]]]  # of a judge
 
 
-class Scorer:
+class RewardScorer:
     """Components of a run's reward. Values are recorded in the store.
 
     Failed attempts keep their reward and are shown to no component.
@@ -160,8 +160,9 @@ class Scorer:
                 return await self._by_group(name, task, attempts)
             return await self._by_judge(name, self._judges[name].compare, task, attempts)
         if reward.function:
-            calls = (self._by_function(name, task, attempt) for attempt in attempts)
-            return list(await asyncio.gather(*calls))
+            calls = (self._call(name, task, attempt) for attempt in attempts)
+            results = await asyncio.gather(*calls)
+            return [r if isinstance(r, Outcome) else _checked(name, r[0]) for r in results]
         alike: dict[str, list[Attempt]] = defaultdict(list)
         for attempt in attempts:
             alike[verdict_digest(attempt.transcript)].append(attempt)
@@ -187,10 +188,6 @@ class Scorer:
             detail = f"rewards.{name}: {error}"
             failed = Outcome("infrastructure_failure", None, JUDGE_FAILED, detail)
             return [failed] * len(attempts)
-
-    async def _by_function(self, name: str, task: Task, attempt: Attempt) -> Value:
-        result = await self._call(name, task, attempt)
-        return result if isinstance(result, Outcome) else _checked(name, result[0])
 
     async def _by_group(self, name: str, task: Task, attempts: Sequence[Attempt]) -> list[Value]:
         result = await self._call(name, task, list(attempts))
@@ -253,7 +250,7 @@ def make_scorer(
     limits: RolloutConfig,
     seed: int,
     gateway: Gateway | None,
-) -> Scorer | None:
+) -> RewardScorer | None:
     """Return the scorer of a run, or None without components.
 
     `gateway` has started and answers judges that are no URL; without such it may be None. Raises
@@ -267,4 +264,4 @@ def make_scorer(
         for name, reward in rewards.items()
         if reward.judge
     }
-    return Scorer(rewards, judges, store, decode, limits)
+    return RewardScorer(rewards, judges, store, decode, limits)

@@ -88,7 +88,7 @@ async def run_from_settings(settings: Mapping[str, Any]) -> dict[str, Any] | Non
     go_direct(settings["url"])  # before the agent makes its clients
     try:
         agent = await asyncio.to_thread(make_agent, config)
-        await work(
+        await run_worker(
             agent,
             fingerprint(config),
             Server(settings["url"], settings["key"]),
@@ -139,7 +139,7 @@ async def _until_closed(
     return None if working.cancelled() else working.result()
 
 
-async def work(
+async def run_worker(
     agent: Agent, digests: Mapping[str, str], server: Server, *, concurrency: int, name: str
 ) -> None:
     """Take and run rollouts until cancelled. Then give running ones back.
@@ -157,7 +157,7 @@ async def work(
 
 
 class Worker:
-    """Taker of leases. See `work`."""
+    """Taker of leases. See `run_worker`."""
 
     def __init__(
         self,
