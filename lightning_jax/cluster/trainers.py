@@ -7,6 +7,7 @@ dies, it ends the rest and starts all of them again. They resume from the newest
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -30,13 +31,8 @@ BLAME_S = 30.0  # after an error, for Ray to notice the loss of the process that
 POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class CommandLines:
-    """Command lines of the trainer's processes."""
-
-    # (process, address of process 0, address of the cluster) -> arguments of Python
-    of: Callable[[int, str, str], Sequence[str]]
-    directory: str  # in which they run
+# (process, address of process 0, address of the cluster) -> arguments of Python
+CommandLine = Callable[[int, str, str], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -80,11 +76,12 @@ class Trainers:
         ray: Any,
         config: ClusterConfig,
         run: str,
-        words: CommandLines,
+        command_line: CommandLine,
         newest_checkpoint: Callable[[], int],
     ) -> None:
         """`run` names the run in the cluster. `newest_checkpoint` is -1 if there is none."""
-        self._ray, self._config, self._run, self._words = ray, config, run, words
+        self._ray, self._config, self._run = ray, config, run
+        self._command_line = command_line
         self._newest_checkpoint = newest_checkpoint
         self._leader: ChildProcess | None = None
         self._signals = 0
@@ -146,7 +143,7 @@ class Trainers:
     @asynccontextmanager
     async def _started(self) -> AsyncIterator[list[asyncio.Task[ProcessExit]]]:
         """Start all processes. At the end of the context, end those that still run."""
-        ray, directory = self._ray, self._words.directory
+        ray, directory = self._ray, os.getcwd()
         address = ray.get_runtime_context().gcs_address
         host = ray.util.get_node_ip_address()
         coordinator = f"{host}:{free_port(host)}"
@@ -157,10 +154,10 @@ class Trainers:
                 actor, where = await start_actor(ray, self._config, TrainerActor, index, self._run)
                 actors.append(actor)
                 log.info("trainer process %d is at %s", index, where)
-            self._leader = ChildProcess(self._words.of(0, coordinator, address), cwd=directory)
+            self._leader = ChildProcess(self._command_line(0, coordinator, address), cwd=directory)
             tasks.append(asyncio.create_task(self._leader_exit(self._leader)))
             for index, actor in enumerate(actors, 1):
-                words = self._words.of(index, coordinator, address)
+                words = self._command_line(index, coordinator, address)
                 call = actor.run.remote(words, directory)
                 tasks.append(asyncio.create_task(self._actor_exit(index, call)))
             yield tasks

@@ -26,11 +26,11 @@ def workers_in_cluster(ray: Any, config: ClusterConfig, run: str) -> OtherMachin
         actor, host = await start_actor(ray, config, WorkerActor, index, run)
         log.info("worker %d runs agents at %s", index, host)
         running = actor.run.remote(settings | {"sys_path": sys.path})
-        ended = asyncio.create_task(_end_of(running, ray))
+        end = asyncio.create_task(_end_of(running, ray))
         try:
-            yield StartedWorker(ended, partial(ray.kill, actor))
+            yield StartedWorker(end, partial(ray.kill, actor))
         finally:
-            ended.cancel()
+            end.cancel()
             await end_actors(ray, [actor], END_S)
 
     return OtherMachines(config.workers, start)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.agents.process import Ended, ProgramLimits, run_program
+from lightning_jax.rollouts.agents.process import ProgramEnd, ProgramLimits, run_program
 from lightning_jax.system.trees import is_within, remove_tree
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ async def run_boxed(
     stdin: bytes = b"",
     limits: BoxLimits = BoxLimits(),
     with_tests: bool = False,
-) -> Ended:
+) -> ProgramEnd:
     """Run a program in the working directory of a box, then kill all that it left behind.
 
     `exceeded` of the result names the limit that it exceeded, a field of `BoxLimits`. With
@@ -155,7 +155,7 @@ async def run_limited(
     timeout_s: float,
     limits: ProgramLimits = NO_LIMITS,
     full: asyncio.Future[None] | None = None,
-) -> Ended:
+) -> ProgramEnd:
     """Run a program until it exits, its time is over or `full` is done. Cancels `full`."""
     program = asyncio.ensure_future(run_program(words, environment, stdin, limits=limits))
     running = {program} if full is None else {program, full}
@@ -164,7 +164,7 @@ async def run_limited(
         if program.done():
             return program.result()
         is_full = full is not None and full.done()
-        return Ended(-9, "", "", "disk_mib" if is_full else "timeout_s")
+        return ProgramEnd(-9, "", "", "disk_mib" if is_full else "timeout_s")
     finally:
         for future in running:
             future.cancel()
@@ -202,14 +202,14 @@ def namespace_error() -> str:
     if sys.platform != "linux":
         return "they are Linux's"
 
-    async def probe() -> Ended:
+    async def probe() -> ProgramEnd:
         with open_box("namespaces") as box:
             limits = BoxLimits(timeout_s=PROBE_S)
             return await run_boxed(box, ["/bin/sh", "-c", "test -d /app"], {}, limits=limits)
 
     with ThreadPoolExecutor(1) as pool:  # because this thread may run an event loop
-        ended = pool.submit(asyncio.run, probe()).result()
-    return "" if ended.status == 0 else ended.errors.strip() or ended.exceeded or "no reason given"
+        end = pool.submit(asyncio.run, probe()).result()
+    return "" if end.status == 0 else end.errors.strip() or end.exceeded or "no reason given"
 
 
 @cache

@@ -7,7 +7,7 @@ from coded import raises_coded
 
 from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import ClusterError
-from lightning_jax.cluster.trainers import CommandLines, ProcessExit, Trainers, find_cause
+from lightning_jax.cluster.trainers import ProcessExit, Trainers, find_cause
 
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 
@@ -36,9 +36,8 @@ class Lives(Trainers):
     """Trainers whose processes end as listed, with a checkpoint then."""
 
     def __init__(self, ends: list[tuple[ProcessExit, int]]) -> None:
-        words = CommandLines(lambda index, coordinator, address: [], ".")
         config = ClusterConfig("local", trainers=2)
-        super().__init__(None, config, "run", words, lambda: self.checkpoint)
+        super().__init__(None, config, "run", lambda *_: [], lambda: self.checkpoint)
         self.checkpoint, self.ends = -1, ends
 
     async def _train_once(self) -> ProcessExit:

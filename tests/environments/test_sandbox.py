@@ -16,7 +16,7 @@ from coded import raises_coded
 from lightning_jax.environments import sandbox
 from lightning_jax.environments.sandbox import Box, BoxLimits, SandboxKind, open_box, run_boxed
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.agents.process import Ended
+from lightning_jax.rollouts.agents.process import ProgramEnd
 
 needs_namespaces = pytest.mark.skipif(
     bool(sandbox.namespace_error()), reason="this system makes no user namespaces"
@@ -32,7 +32,7 @@ def box(request: pytest.FixtureRequest) -> Iterator[Box]:
         yield found
 
 
-def run(box: Box, script: str, limits: BoxLimits = SMALL, with_tests: bool = False) -> Ended:
+def run(box: Box, script: str, limits: BoxLimits = SMALL, with_tests: bool = False) -> ProgramEnd:
     words = ["bash", "-c", script]
     return asyncio.run(run_boxed(box, words, PATH, limits=limits, with_tests=with_tests))
 

@@ -28,7 +28,7 @@ from lightning_jax.environments.sandbox import (
     run_boxed,
 )
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.agents.process import Ended
+from lightning_jax.rollouts.agents.process import ProgramEnd
 from lightning_jax.rollouts.agents.program import OverLimit, check_status, inherited, last_words
 from lightning_jax.rollouts.agents.visibility import program_environment, task_variable
 from lightning_jax.settings.loading import find_program
@@ -85,10 +85,10 @@ async def run(
         place_files(folder, setup, box)
         task_of_agent["instruction"] = _located(task["instruction"], box)
         program = _program(words, task_of_agent, llm, outer)
-        ended = await run_boxed(box, *program, agent_limits)
-        _check_agent(ended)
+        end = await run_boxed(box, *program, agent_limits)
+        _check_agent(end)
         rewards = await run_tests(folder, box, settings, test_limits)
-    return rewards | {"agent_in_time": float(ended.exceeded is None)}
+    return rewards | {"agent_in_time": float(end.exceeded is None)}
 
 
 class _Program(NamedTuple):
@@ -118,8 +118,8 @@ async def _run_in_docker(
 ) -> dict[str, Any]:
     """Run the agent and the tests in a container of the task's image."""
     async with open_container(folder, settings, agent_limits) as container:
-        ended = await container.run(*program, agent_limits.timeout_s)
-        _check_agent(ended)
+        end = await container.run(*program, agent_limits.timeout_s)
+        _check_agent(end)
         await container.end_processes()
         await container.put(folder / "tests", TESTS)
         place = Path(tempfile.mkdtemp())
@@ -136,7 +136,7 @@ async def _run_in_docker(
             rewards = _reward_of(tested, test_limits, place / "logs/verifier")
         finally:
             remove_tree(place)
-    return rewards | {"agent_in_time": float(ended.exceeded is None)}
+    return rewards | {"agent_in_time": float(end.exceeded is None)}
 
 
 async def run_tests(
@@ -154,20 +154,19 @@ async def run_tests(
         _rewrite_paths(box)
     variables = inherited(()) | _test_variables(settings)
     script = f"{box.path_of(TESTS)}/test.sh"
-    ended = await run_boxed(box, ["bash", script], variables, b"", limits, with_tests=True)
-    return _reward_of(ended, limits, box.logs / "verifier")
+    end = await run_boxed(box, ["bash", script], variables, b"", limits, with_tests=True)
+    return _reward_of(end, limits, box.logs / "verifier")
 
 
-def _reward_of(ended: Ended, limits: BoxLimits, folder: Path) -> dict[str, Any]:
+def _reward_of(end: ProgramEnd, limits: BoxLimits, folder: Path) -> dict[str, Any]:
     """Return what the test script wrote. Raises TestFailure if that is no reward."""
-    if ended.exceeded is not None:
-        limit = f"{ended.exceeded}={getattr(limits, ended.exceeded, '')}"
+    if end.exceeded is not None:
+        limit = f"{end.exceeded}={getattr(limits, end.exceeded, '')}"
         raise TestFailure(f"the test script used more than {limit}")
     rewards = read_reward(folder)
     if rewards is None:
         raise TestFailure(
-            f"the test script wrote no reward and ended with {ended.status}: "
-            f"{last_words(ended.errors)}"
+            f"the test script wrote no reward and ended with {end.status}: {last_words(end.errors)}"
         )
     return rewards
 
@@ -241,13 +240,13 @@ def _limits(timeout_s: float, limits: Mapping[str, int] | None) -> BoxLimits:
     return replace(BoxLimits(timeout_s), **(limits or {}))
 
 
-def _check_agent(ended: Ended) -> None:
+def _check_agent(end: ProgramEnd) -> None:
     """Raise an error if the agent failed by something other than its time."""
-    if ended.exceeded == "timeout_s":
+    if end.exceeded == "timeout_s":
         return
-    if ended.exceeded is not None:
-        raise OverLimit(f"the agent used more than agent.options.limits.{ended.exceeded}")
-    check_status(ended)
+    if end.exceeded is not None:
+        raise OverLimit(f"the agent used more than agent.options.limits.{end.exceeded}")
+    check_status(end)
 
 
 def _seconds(settings: Mapping[str, Any], section: str, default: float) -> float:

@@ -208,13 +208,13 @@ def guard_child() -> None:
     status, give_up = None, math.inf
     while time.monotonic() < give_up:
         try:
-            pid, ended = os.waitpid(-1, os.WUNTRACED if status is None else os.WNOHANG)
+            pid, end = os.waitpid(-1, os.WUNTRACED if status is None else os.WNOHANG)
         except ChildProcessError:
             break  # nothing is left
-        if pid == child and os.WIFSTOPPED(ended):
+        if pid == child and os.WIFSTOPPED(end):
             os.kill(child, signal.SIGCONT)
         elif pid == child:
-            status, give_up = ended, time.monotonic() + KILL_S
+            status, give_up = end, time.monotonic() + KILL_S
         if status is not None and (pids := descendants()):
             send_signal(pids, signal.SIGSTOP)  # so that none starts another
             send_signal(pids, signal.SIGKILL)

@@ -184,10 +184,10 @@ class WorkerPool:
 class StartedWorker:
     """Worker that a run started.
 
-    `ended` returns how it ended, and the error if its agent is unusable.
+    `end` returns how it ended, and the error if its agent is unusable.
     """
 
-    ended: asyncio.Task[tuple[str, dict[str, Any] | None]]
+    end: asyncio.Task[tuple[str, dict[str, Any] | None]]
     kill: Callable[[], object]
 
 
@@ -207,12 +207,12 @@ class OtherMachines:
 @asynccontextmanager
 async def _start_here(index: int, settings: dict[str, Any]) -> AsyncIterator[StartedWorker]:
     child = ChildProcess(["-P", "-c", CHILD, json.dumps(sys.path)], end_s=END_S)
-    ended = asyncio.create_task(_end_of(child, settings))
+    end = asyncio.create_task(_end_of(child, settings))
     try:
-        yield StartedWorker(ended, partial(kill_group, child.popen.pid))
+        yield StartedWorker(end, partial(kill_group, child.popen.pid))
     finally:
-        ended.cancel()
-        await asyncio.wait({ended})
+        end.cancel()
+        await asyncio.wait({end})
         await run_to_end(child.end_async())
 
 
@@ -280,7 +280,7 @@ async def _keep(
             async with start(index, settings) as worker:
                 started, silent = time.monotonic(), asyncio.create_task(queue.silence(name))
                 try:
-                    await asyncio.wait({worker.ended, silent}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({worker.end, silent}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     is_silent = not silent.cancel()
                 if is_silent:
@@ -291,7 +291,7 @@ async def _keep(
         if is_silent:
             num_quick = 0
             continue
-        why, fault = worker.ended.result()
+        why, fault = worker.end.result()
         queue.drop(name, why)
         if fault is not None:
             queue.fail(ConfigError(fault["message"], reason=fault["reason"], key=fault["key"]))
