@@ -188,8 +188,10 @@ def judge_roles(served_by: Iterable[str]) -> dict[str, RoleConfig]:
     roles = {}
     for name in sorted({name for name in served_by if "://" not in name}):
         role = RoleConfig(model=PREFIX + name, trains=False)
-        answers = {"served_by": INITIAL} if name == INITIAL else {"policy": name}
-        roles[PREFIX + name] = replace(role, **answers)
+        is_initial = name == INITIAL
+        roles[PREFIX + name] = replace(
+            role, **({"served_by": INITIAL} if is_initial else {"policy": name})
+        )
     return roles
 
 
