@@ -53,8 +53,8 @@ INNER = {
         *("jetstream", "replicas", "engine", "by_policy"),
     ),
     "traces": (
-        *("config", "attributes", "tasks", "context", "otlp", "tree", "rewards", "roles"),
-        *("_groups", "_sqlite", "store", "convert", "listing", "trajectories"),
+        *("config", "attributes", "context", "otlp", "tree", "rewards", "roles"),
+        *("_sqlite", "rows", "_spans", "store", "convert", "listing", "trajectories"),
     ),
     "rl": (
         *("config", "algorithms", "choices", "sequence", "token_weights", "gae", "scope"),
