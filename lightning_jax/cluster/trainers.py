@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.placing import Kind, last_line, place, result, wait_to_end
 from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.cluster.trainer_actor import TrainerActor
 from lightning_jax.system.child_process import ChildProcess
 from lightning_jax.system.network import free_port
 from lightning_jax.system.process_state import handle_stop_signals
+from lightning_jax.train.config import ClusterConfig
 
 log = logging.getLogger(__name__)
 
