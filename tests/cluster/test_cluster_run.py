@@ -20,7 +20,6 @@ from coded import raises_coded
 
 from lightning_jax.cluster import placing
 from lightning_jax.cluster.actor import SamplerActor
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import ray_session
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
@@ -32,7 +31,7 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
+from lightning_jax.train.config import CheckpointConfig, ClusterConfig, Config, EvalConfig
 from lightning_jax.train.loop.startup import open_run
 from lightning_jax.train.loop.trainer import train
 from lightning_jax.types import LLM, Task
