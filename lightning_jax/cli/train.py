@@ -19,7 +19,7 @@ from lightning_jax.train.config import Config
 from lightning_jax.train.directory import STORE
 from lightning_jax.train.loop.trainer import train
 from lightning_jax.train.state.multihost import is_follower, is_leader
-from lightning_jax.train.watch.monitors import TROUBLESHOOTING
+from lightning_jax.train.watch.findings import TROUBLESHOOTING
 from lightning_jax.train.watch.report import (
     NOTHING_TRAINED,
     checkpoint_line,

@@ -45,7 +45,7 @@ def try_agent(config: Config, source: PolicySource, command: Try) -> int:
     config = replace(config, rollout=rollout, agent=agent)
     label, source = source.label(config), source.with_fixed_path()
     path = command.record and command.record.absolute()
-    task = find_task(config, command.task)
+    task = find_task(*load_tasks(config), command.task)
     agent = " ".join(config.agent.command or [str(config.agent.function)])
     text = cut(printable(json.dumps(task, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
     print(f"{agent} on task {printable(task['id'])} with {label}: {text}", flush=True)
@@ -79,12 +79,11 @@ def try_agent(config: Config, source: PolicySource, command: Try) -> int:
     return 0 if all(done.status == "scored" for done in rollouts) else 1
 
 
-def find_task(config: Config, name: str | None) -> Task:
+def find_task(train_tasks: Sequence[Task], dev_tasks: Sequence[Task], name: str | None) -> Task:
     """Return the task with that id, or else at that position of the training tasks.
 
     By default return the first. Raises ConfigError if there is none.
     """
-    train_tasks, dev_tasks = load_tasks(config)
     if name is None:
         return train_tasks[0]
     by_id = {task["id"]: task for task in (*dev_tasks, *train_tasks)}
@@ -125,7 +124,3 @@ def _summary(store: Store, rollouts: Sequence[Rollout], is_greedy: bool) -> list
     are_equal = len(rewards) > 1 and len(set(rewards)) == 1 and not is_greedy
     calls = count_calls(store, rollouts)
     return lines + learning_notes(rollouts, calls, has_equal_rewards=are_equal)
-
-
-def _say(console: Console, line: str) -> None:
-    print(line)

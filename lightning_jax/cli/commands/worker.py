@@ -31,7 +31,7 @@ class Worker(SettingsCommand):
     def run(self) -> int:
         from lightning_jax.rollouts.agents.program import make_agent
         from lightning_jax.rollouts.workers.work import fingerprint
-        from lightning_jax.rollouts.workers.worker import Server, work, worker_name
+        from lightning_jax.rollouts.workers.worker import Server, run_worker, worker_name
         from lightning_jax.settings import ConfigError
         from lightning_jax.system.network import go_direct
         from lightning_jax.train.loop.check import check_agent
@@ -59,7 +59,8 @@ class Worker(SettingsCommand):
         log.info("taking up to %d rollouts at once from %s", concurrency, server.url)
         digest, name = fingerprint(config.agent), worker_name()
         try:
-            run_until_stopped(work(agent, digest, server, concurrency=concurrency, name=name))
+            work = run_worker(agent, digest, server, concurrency=concurrency, name=name)
+            run_until_stopped(work)
         except asyncio.CancelledError:
             log.info("stopped")
         return 0
