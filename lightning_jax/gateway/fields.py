@@ -1,6 +1,6 @@
 """Limits and fields of JSON bodies, with errors that name the invalid field."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -72,17 +72,24 @@ def has_surrogates(value: Any) -> bool:
     """Return whether a string in the JSON value has half of a surrogate pair, which is not valid
     UTF-8.
     """
-    rest = [value]
-    while rest:
-        match rest.pop():
-            case str(text):
-                if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in set(text)):
-                    return True
-            case dict(inner):
-                rest += [*inner, *inner.values()]
-            case list(inner):
-                rest += inner
-    return False
+    texts = (item for item in json_items(value) if isinstance(item, str) and not item.isascii())
+    return any("\ud800" <= char <= "\udfff" for text in texts for char in set(text))
+
+
+def json_items(value: Any) -> Iterator[Any]:
+    """Yield a JSON value, and the names and values in it.
+
+    What is in an item is looked at once the caller asks for the next one.
+    """
+    items = [value]
+    while items:
+        item = items.pop()
+        yield item
+        if isinstance(item, dict):
+            items += item.keys()
+            items += item.values()
+        elif isinstance(item, list | tuple):
+            items += item
 
 
 class Fields(BaseModel):

@@ -1,14 +1,11 @@
 """Gateway whose calls all go to another server, so that no model is loaded."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning_jax.engine.admission import LoopStatus
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.generation import EngineError
-from lightning_jax.engine.response import TimeLimit
-from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import FieldError
 from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.models.formats.find import tiny_tokenizer
@@ -33,17 +30,9 @@ class RemoteEngine:
         return {}
 
     async def prepare(self, grammar: str, owner: str = "") -> None:
-        raise EngineError("no model is loaded; another server answers all calls.")
+        self.submit()
 
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        adapter: int | None = None,
-        tenant: str | None = None,
-        time_limit: TimeLimit | None = None,
-        call: str | None = None,
-    ) -> NoReturn:
+    def submit(self, *_: Any, **__: Any) -> NoReturn:
         raise EngineError("no model is loaded; another server answers all calls.")
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from templates import TEMPLATES, tokenizer_with
 
 from lightning_jax.gateway.prompt import render as module
+from lightning_jax.gateway.prompt.habits import template_text
 from lightning_jax.gateway.prompt.messages import normalize_message, normalize_messages
 from lightning_jax.gateway.prompt.render import (
     ConversationMemory,
@@ -57,8 +59,10 @@ def old_render(messages: Any, tokenizer: Tokenizer, memory: OldMemory) -> Render
         for i, message in enumerate(plain)
         if message["role"] == "assistant" and (found := memory.recall(message))
     }
-    view = module._View(tokenizer, None, format_of(tokenizer))
-    pieces, marked = old_pieces(plain, view, tuple(known))
+    form = format_of(tokenizer)
+    pieces, marked = old_pieces(
+        plain, lambda turns: template_text(turns, None, tokenizer, form), tuple(known)
+    )
     base = next(
         (
             (index, generated)
@@ -93,17 +97,19 @@ def old_render(messages: Any, tokenizer: Tokenizer, memory: OldMemory) -> Render
     return Rendered(tuple(ids), len(replayed), int(not whole), digests[-1])
 
 
-def old_pieces(messages: Any, view: Any, replayed: tuple[int, ...]) -> tuple[list[str], list[int]]:
+def old_pieces(
+    messages: Any, write: Callable[[Any], str], replayed: tuple[int, ...]
+) -> tuple[list[str], list[int]]:
     digest = hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=12)
     marks = {index: f"@@{digest.hexdigest()}-{index}@@" for index in replayed}
     marked = [
         {"role": message["role"], "content": marks[index]} if index in marks else message
         for index, message in enumerate(messages)
     ]
-    text = view.text(marked)
+    text = write(marked)
     found = tuple(index for index, mark in marks.items() if text.count(mark) == 1)
     if len(found) < len(marks):
-        return old_pieces(messages, view, found)
+        return old_pieces(messages, write, found)
     order = sorted(marks, key=lambda index: text.index(marks[index]))
     pieces = []
     for index in order:
