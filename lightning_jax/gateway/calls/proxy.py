@@ -14,12 +14,11 @@ from aiohttp import web
 from yarl import URL
 
 from lightning_jax.errors import brief
-from lightning_jax.gateway.calls.record import write_spans
-from lightning_jax.gateway.calls.routing import Route
+from lightning_jax.gateway.calls.record import Recorder, RoutedCall
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.sessions.open_rollouts import HandledCall
 from lightning_jax.traces import attributes
-from lightning_jax.traces.context import OpenSpan, SpanSink
+from lightning_jax.traces.context import OpenSpan
 from lightning_jax.traces.otlp import clip
 from lightning_jax.types import Span
 
@@ -38,17 +37,14 @@ class _Torn(_Unusable):
     """Response that broke off after its beginning had been forwarded."""
 
 
-@dataclass(frozen=True)
-class ProxiedCall:
+@dataclass(frozen=True, kw_only=True)
+class ProxiedCall(RoutedCall):
     """Call that another server answers."""
 
     sent: str  # JSON
-    route: Route
-    rollout_id: str | None
-    timeout_s: float | None
     span: OpenSpan
-    dialect: str = ""  # wire format of the call
-    model_in_path: bool = False  # as Gemini's clients send it, instead of in the body
+    dialect: str  # wire format of the call
+    model_in_path: bool  # as Gemini's clients send it, instead of in the body
 
     def ended(self, answer: str, status: int) -> Span:
         """Return the call's span with the other server's answer."""
@@ -96,7 +92,7 @@ class ProxiedCall:
 
 
 async def pass_on(
-    handled: HandledCall, call: ProxiedCall, store: SpanSink | None
+    handled: HandledCall, call: ProxiedCall, recorder: Recorder
 ) -> web.StreamResponse:
     """Forward a call, and return the other server's answer as it streams.
 
@@ -105,7 +101,7 @@ async def pass_on(
     try:
         response, answer = await _exchange(handled, _url(handled.request, call), call)
     except ApiError as error:
-        await write_spans(store, call.rollout_id, call.failed(error.code, error.message))
+        await recorder.write(call.rollout_id, call.failed(error.code, error.message))
         raise
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reason = f"{call.route.role.served_by} did not respond ({type(error).__name__}: {error})"
@@ -113,7 +109,7 @@ async def pass_on(
         if isinstance(error, TimeoutError):
             reason = f"{call.route.role.served_by} did not respond within {call.limit_s:g} s"
             expected = f"raise {call.limit_setting}, or look at that server."
-        await write_spans(store, call.rollout_id, call.failed("upstream_error", reason))
+        await recorder.write(call.rollout_id, call.failed("upstream_error", reason))
         if isinstance(error, _Torn):
             raise
         raise ApiError(
@@ -121,9 +117,9 @@ async def pass_on(
         ) from error
     except (Exception, asyncio.CancelledError):
         words = "the client disconnected before the response was complete"
-        await write_spans(store, call.rollout_id, call.failed("call_cancelled", words))
+        await recorder.write(call.rollout_id, call.failed("call_cancelled", words))
         raise
-    await write_spans(store, call.rollout_id, call.ended(answer, response.status))
+    await recorder.write(call.rollout_id, call.ended(answer, response.status))
     await response.write_eof()  # now that the call is recorded
     return response
 

@@ -29,8 +29,7 @@ def sampling_params(
     """Return the sampling parameters of each choice.
 
     The rollout's settings override the request, and cap its `max_tokens`. `rooms` is the number of
-    tokens left in the context for each prompt. Choices of one prompt are adjacent. Raise ApiError
-    if a value is out of range.
+    tokens left in the context for each choice. Raise ApiError if a value is out of range.
     """
     settings = rollout.settings if rollout else None
     ceilings = [request.max_tokens, settings.max_tokens if settings else None]
@@ -46,7 +45,6 @@ def sampling_params(
             f"({max_stop_chars}).",
             "stop",
         )
-    choices = [(room, n) for room in rooms for n in range(request.num_choices)]
     try:
         return tuple(
             SamplingParams(
@@ -68,7 +66,7 @@ def sampling_params(
                 shown_ids=shown_ids,
                 continues_text=request.prompts is not None,
             )
-            for index, (room, _) in enumerate(choices)
+            for index, room in enumerate(rooms)
         )
     except InvalidValue as error:
         raise invalid(str(error), error.key, reason=error.reason) from error

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.types import Completion
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import (
@@ -26,7 +28,7 @@ from lightning_jax.gateway.dialects.base import (
     tool_call,
     whole_calls,
 )
-from lightning_jax.gateway.dialects.openai_fields import TokenEntries, Tools, functions_of
+from lightning_jax.gateway.dialects.openai_fields import Tools, functions_of
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import (
@@ -171,35 +173,29 @@ class OllamaReply(Reply):
     """
 
     content: Callable[[str, list[Any]], dict[str, Any]]  # fields with a text and tool calls
-    _entries: TokenEntries | None = None  # of a stream
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
         content = self.content(answer.text, _called(answer))
-        logprobs = self._logprobs(answer.completion, self._new_entries())
-        return self._line(content | logprobs | self._end(answer))
+        return self._line(content | self._logprobs(answer.completion) | self._end(answer))
 
     def delta(self, delta: Delta) -> Iterable[Event]:
-        self._entries = self._entries or self._new_entries()
-        logprobs = self._logprobs(delta.chunk, self._entries) if delta.chunk else {}
+        logprobs = self._logprobs(delta.chunk) if delta.chunk else {}
         if delta.text or logprobs:
-            yield Event(self._line(self.content(delta.text, []) | logprobs | {"done": False}))
+            yield self._line(self.content(delta.text, []) | logprobs | {"done": False})
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         (answer,) = answers
         if calls := _called(answer):
-            yield Event(self._line(self.content("", calls) | {"done": False}))
-        yield Event(self._line(self.content("", []) | self._end(answer)))
+            yield self._line(self.content("", calls) | {"done": False})
+        yield self._line(self.content("", []) | self._end(answer))
 
     def _line(self, payload: dict[str, Any]) -> dict[str, Any]:
         created = datetime.fromtimestamp(self.context.created, UTC)
         return {"model": self.request.model, "created_at": _rfc3339(created), **payload}
 
-    def _new_entries(self) -> TokenEntries:
-        return TokenEntries(self.context.tokenizer, self.request.top_logprobs)
-
-    def _logprobs(self, tokens: Any, entries: TokenEntries) -> dict[str, Any]:
-        return {"logprobs": entries.write(tokens)} if self.request.logprobs else {}
+    def _logprobs(self, tokens: Completion | Chunk) -> dict[str, Any]:
+        return {"logprobs": self.entries(0, tokens)} if self.request.logprobs else {}
 
     def _end(self, answer: Answer) -> dict[str, Any]:
         clock = answer.clock
@@ -287,10 +283,6 @@ def _error(error: ApiError) -> dict[str, str]:
     return {"error": error.message}
 
 
-def _error_event(error: ApiError) -> Event:
-    return Event(_error(error))
-
-
 _NAMES = {"max_tokens": "num_predict"}
 
 OLLAMA_CHAT = Dialect(
@@ -306,7 +298,6 @@ OLLAMA_CHAT = Dialect(
         Listing("GET", "/api/version", lambda body, sender: {"version": _VERSION}),
     ),
     error=_error,
-    error_event=_error_event,
     names=_NAMES,
     open_in_rollouts=True,
 )
@@ -317,7 +308,6 @@ OLLAMA_GENERATE = Dialect(
     framing=NDJSON,
     at_once=_load(_generate_content("", []), "prompt"),
     error=_error,
-    error_event=_error_event,
     names=_NAMES,
     open_in_rollouts=True,
 )

@@ -7,7 +7,7 @@ precedes a text prompt unless `add_special_tokens` is false, and is no part of t
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -22,13 +22,14 @@ from lightning_jax.gateway.dialects.base import (
     Event,
     MakeReply,
     Sender,
+    TokenEntries,
     to_request,
 )
 from lightning_jax.gateway.dialects.openai_fields import (
     IGNORED,
     ChoiceFields,
     ChoicesReply,
-    TokenEntries,
+    choice_of,
 )
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import invalid
@@ -201,6 +202,7 @@ class CompletionsReply(ChoicesReply):
     echo: bool = False
     _transcripts: dict[int, _Transcript] = field(default_factory=dict)  # by choice
     whole_object = chunk_object = "text_completion"
+    nothing: ClassVar = {"text": ""}
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
@@ -221,13 +223,10 @@ class CompletionsReply(ChoicesReply):
         if delta.text or (delta.chunk and self.shows_tokens):
             yield self.chunk([self._choice(delta.choice, delta.text, delta.chunk)])
 
-    def last_choice(self, index: int) -> dict[str, Any]:
-        return _choice(index, "")
-
     def _prompt_choice(self, index: int, scores: PromptScores | None) -> dict[str, Any]:
         """Return the part of a choice that is about its prompt."""
         prompt_ids, tokenizer = self.context.prompt_ids[index], self.context.tokenizer
-        choice = _choice(index, "")
+        choice = choice_of(index, text="")
         if self.echo:
             assert self.request.prompts, "this dialect has prompts"
             sent = self.request.prompts[index // self.request.num_choices]
@@ -244,7 +243,7 @@ class CompletionsReply(ChoicesReply):
         return choice
 
     def _choice(self, index: int, text: str, tokens: Completion | Chunk | None) -> dict[str, Any]:
-        choice = _choice(index, text)
+        choice = choice_of(index, text=text)
         if tokens and self.request.logprobs:
             choice["logprobs"] = self._transcript(index).sampled(tokens)
         if tokens and self.request.return_token_ids:
@@ -257,10 +256,6 @@ class CompletionsReply(ChoicesReply):
         prompt_ids = self.context.prompt_ids[index]
         new = _Transcript(self.context.tokenizer, request.top_logprobs, as_ids, prompt_ids)
         return self._transcripts.setdefault(index, new)
-
-
-def _choice(index: int, text: str) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
 
 def _joined(prompt: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:

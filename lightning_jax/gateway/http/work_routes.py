@@ -100,9 +100,9 @@ class WorkRoutes:
         fields = await self._read(request, EndFields)
         rollout = self._callers.rollout_of(request)  # again: it may have ended in the meantime
         assert rollout is not None, "the path holds a rollout"
-        ended = await self._outside().end(rollout.settings.rollout_id, fields)
+        result = await self._outside().end(rollout.settings.rollout_id, fields)
         names = ("rollout_id", "status", "reward", "reason")
-        return web.json_response({name: getattr(ended, name) for name in names})
+        return web.json_response({name: getattr(result, name) for name in names})
 
     async def _read_of_worker(self, request: web.Request, kind: type[F]) -> F:
         """Return the fields of a worker's body. Raise ApiError if there is no work for workers."""

@@ -11,7 +11,7 @@ from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
 from lightning_jax.gateway.dialects.gemini.dialect import parse
-from lightning_jax.gateway.dialects.gemini.schema import Schema
+from lightning_jax.gateway.dialects.gemini.input import Schema
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import read
@@ -128,7 +128,7 @@ def test_an_answer_that_comes_back_is_the_message_it_was(pieces: bool, ids: bool
     answer = builder.answer((1,), completion)
     reply = parse({"contents": ASK}, _sender())[1](ReplyContext("t", 0, ((1,),), tiny_tokenizer()))
     events = [event for delta in deltas for event in reply.delta(delta)] + [*reply.ending([answer])]
-    bodies = [event.data for event in events] if pieces else [reply.body([answer])]
+    bodies = events if pieces else [reply.body([answer])]
     contents = [body["candidates"][0]["content"] for body in bodies]
     call = contents[-1]["parts"][-1]["functionCall"]
     contents[0]["parts"].insert(0, {"text": "hm", "thought": True})

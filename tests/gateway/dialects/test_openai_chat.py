@@ -32,7 +32,8 @@ def _parse(headers: dict[str, str] | None = None, **fields: Any) -> PolicyReques
 
 
 def _sampling(request: PolicyRequest, rollout: OpenRollout | None, room: int) -> Any:
-    return sampling_params(request, rollout, (room,), None, max_logit_biases=9, max_stop_chars=99)
+    rooms = (room,) * request.num_choices
+    return sampling_params(request, rollout, rooms, None, max_logit_biases=9, max_stop_chars=99)
 
 
 def test_a_bare_request_gets_openais_defaults() -> None:

@@ -14,9 +14,8 @@ from pydantic import TypeAdapter
 from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import Answer, AnswerBuilder, Delta
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
-from lightning_jax.gateway.dialects.openai_responses.dialect import parse
+from lightning_jax.gateway.dialects.openai_responses.dialect import LOGPROBS, parse
 from lightning_jax.gateway.dialects.openai_responses.input import input_messages
-from lightning_jax.gateway.dialects.openai_responses.saved import LOGPROBS
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, Piece, TextPiece
@@ -108,7 +107,7 @@ def _reply(pieces: list[list[Piece]], reason: Any = "stop", **fields: Any) -> An
     for delta in deltas:
         events += reply.delta(delta)
     events += reply.ending([answer])
-    return body, [event.data for event in events], answer.as_message()
+    return body, events, answer.as_message()
 
 
 async def test_an_answer_is_a_message(bench: Bench) -> None:

@@ -101,7 +101,7 @@ def test_bytes_join_to_the_content(dialect: str, tokens: list[str]) -> None:
         assert len(set(names)) == len(set((5, ids[0])))
     streamed = _reply(dialect)
     events = [
-        event.data
+        event
         for index in range(len(ids))
         for event in streamed.delta(builder.add([TextPiece("x")], _chunk(done, index)))
     ]

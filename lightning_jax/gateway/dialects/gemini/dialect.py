@@ -6,6 +6,7 @@ from typing import Any
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import (
     JSON_ARRAY,
+    MIN_LOGPROB,
     SSE,
     Dialect,
     Event,
@@ -18,7 +19,6 @@ from lightning_jax.gateway.dialects.base import (
     whole_calls,
 )
 from lightning_jax.gateway.dialects.gemini.input import Config, CountBody, GeminiBody
-from lightning_jax.gateway.dialects.openai_fields import MIN_LOGPROB
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import Body, read
@@ -88,7 +88,7 @@ class GeminiReply(Reply):
         tokens = delta.chunk if self.request.logprobs else None
         if delta.text or tokens:
             candidate = self._candidate(delta.choice, [{"text": delta.text}], tokens)
-            yield Event(self._response([candidate]))
+            yield self._response([candidate])
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         candidates = [
@@ -96,7 +96,7 @@ class GeminiReply(Reply):
             | {"finishReason": _finish_reason(answer)}
             for index, answer in enumerate(answers)
         ]
-        yield Event(self._response(candidates) | {"usageMetadata": self._usage(answers)})
+        yield self._response(candidates) | {"usageMetadata": self._usage(answers)}
 
     def _candidate(self, index: int, parts: list[dict[str, Any]], tokens: Any) -> dict[str, Any]:
         content = {"parts": parts or [{"text": ""}], "role": "model"}
@@ -185,7 +185,6 @@ GEMINI = Dialect(
         *model_listings("/v1/models", _model_entry, _models, "x-goog-api-key"),
     ),
     error=_error,
-    error_event=lambda error: Event(_error(error)),
     names={
         "max_tokens": "maxOutputTokens",
         "top_p": "topP",
