@@ -131,19 +131,13 @@ class _Transcript:
         self._length = len(text)
         first = _scored(self.prompt_ids[:1], PromptScores((0.0,), ((),)))
         others = _scored(self.prompt_ids[1:], scores)
-        entries = [*self._entries.write(first), *self._entries.write(others)]
-        tops = [None, *(_best(entry) for entry in entries[1:])]
-        names = [entry["token"] for entry in entries]
+        columns = _columns([*self._entries.write(first), *self._entries.write(others)], offsets)
+        columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
         if inside and not self.as_ids:
             start = inside.start
-            names[start] = self._name_at_start(self.prompt_ids[start], tops[start])
-        logprobs = [None, *(entry["logprob"] for entry in entries[1:])]
-        return {
-            "tokens": names,
-            "token_logprobs": logprobs,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+            top = columns["top_logprobs"][start]
+            columns["tokens"][start] = self._name_at_start(self.prompt_ids[start], top)
+        return columns
 
     def _name_at_start(self, token_id: int, top: dict[str, float] | None) -> str:
         """Return the name of the text's first token, without a blank that the text lacks.
@@ -162,19 +156,11 @@ class _Transcript:
         return piece
 
     def sampled(self, tokens: Completion | Chunk) -> dict[str, list[Any]]:
-        entries = self._entries.write(tokens)
-        return {
-            "tokens": [entry["token"] for entry in entries],
-            "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [_best(entry) for entry in entries],
-            "text_offset": [self._advance(i) for i in tokens.token_ids],
-        }
-
-    def _advance(self, token_id: int) -> int:
-        """Return the offset of a sampled token."""
-        offset = self._length
-        self._length += len(self._decoder.push(token_id))
-        return offset
+        offsets = []
+        for token_id in tokens.token_ids:
+            offsets.append(self._length)
+            self._length += len(self._decoder.push(token_id))
+        return _columns(self._entries.write(tokens), offsets)
 
 
 def _scored(ids: Sequence[int], scores: PromptScores) -> Chunk:
@@ -183,9 +169,17 @@ def _scored(ids: Sequence[int], scores: PromptScores) -> Chunk:
     return Chunk("", tuple(ids), logprobs, logprobs, (0,) * len(ids), nothing, scores.top_logprobs)
 
 
-def _best(entry: dict[str, Any]) -> dict[str, float]:
-    """Return the most likely tokens and the sampled one."""
-    return {other["token"]: other["logprob"] for other in (*entry["top_logprobs"], entry)}
+def _columns(entries: list[dict[str, Any]], offsets: list[int]) -> dict[str, list[Any]]:
+    """Return entries as columns. The most likely tokens of each have the sampled one among them."""
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [
+            {other["token"]: other["logprob"] for other in (*entry["top_logprobs"], entry)}
+            for entry in entries
+        ],
+        "text_offset": offsets,
+    }
 
 
 def _inside(prompt_ids: Sequence[int], plain: Sequence[int]) -> range:

@@ -39,17 +39,22 @@ _INDEX = re.compile("([0-9]+)@@")  # of a replayed message, after the mark
 
 
 @dataclass(frozen=True)
-class Generated:
-    """One sampled response: its prompt ids and its own ids.
+class Rendered:
+    """Rendered prompt, with the number of replayed responses and breaks."""
 
-    `history` is the digest of the request that it answered (`Rendered.history`). `path` is the
-    digest of its prompt ids (`Rendered.path`), computed on demand if "".
-    """
-
-    prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    history: str = ""
-    path: str = ""
+    replayed: int  # messages rendered with their sampled ids
+    breaks: int  # 1 if the last replayed response's path is not a prefix of this prompt, else 0
+    history: str = ""  # digest of the messages, the tools and the template's variables
+    path: str = ""  # digest of the token ids
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One sampled response to a rendered prompt."""
+
+    prompt: Rendered
+    token_ids: tuple[int, ...]
 
 
 @dataclass
@@ -65,9 +70,8 @@ class Recalled:
 
     def add(self, generated: Generated) -> None:
         """Add a response as the newest."""
-        self.newest = self.by_history[generated.history] = generated
-        path = generated.path or _Path(generated.prompt_ids).digest
-        self.by_path[path] = generated
+        prompt = generated.prompt
+        self.newest = self.by_history[prompt.history] = self.by_path[prompt.path] = generated
 
 
 class ConversationMemory:
@@ -84,7 +88,7 @@ class ConversationMemory:
         """
         plain = normalize_message(message, "response")
         if _fingerprint(plain):
-            self._answered.add(generated.history)
+            self._answered.add(generated.prompt.history)
         keys = {_fingerprint(plain), _fingerprint(_without_call_ids(plain))}
         for key in keys if generated.token_ids else ():
             if key:
@@ -130,17 +134,6 @@ def _one_spelling(value: Any) -> Any:
 def _without_call_ids(message: Message) -> Message:
     calls = message.get("tool_calls")
     return message | {"tool_calls": [c | {"id": None} for c in calls]} if calls else message
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """Rendered prompt, with the number of replayed responses and breaks."""
-
-    token_ids: tuple[int, ...]
-    replayed: int  # messages rendered with their sampled ids
-    breaks: int  # 1 if the last replayed response's path is not a prefix of this prompt, else 0
-    history: str = ""  # digest of the messages, the tools and the template's variables
-    path: str = ""  # digest of the token ids
 
 
 def render_prompt(
@@ -300,7 +293,7 @@ def _splice(
     It was not kept if the last recorded response was sampled after other ids. If there is a base,
     its prompt replaces the first piece.
     """
-    path = _Path(encode(pieces[0]) if base is None else base.prompt_ids)
+    path = _Path(encode(pieces[0]) if base is None else base.prompt.token_ids)
     extends = True
     for index, (candidate, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
         # The same text may have been sampled as different ids. Prefer those sampled on this path.

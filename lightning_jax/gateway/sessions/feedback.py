@@ -81,21 +81,16 @@ class Reports:
     ) -> None:
         """Record the spans that the owner has room for; each comes with its size in bytes."""
         assert self._store is not None, "add_spans has refused all spans"
-        fitting: list[tuple[Span, int]] = []
-        for span, size in sized:
-            if owner.has_room(1, size):
-                owner.use(1, size)
-                fitting.append((span, size))
+        fitting = [(span, size) for span, size in sized if owner.reserve(size)]
         refused[TOO_MANY_KEPT] += len(sized) - len(fitting)
         for part in _parts(fitting):  # so that spans of calls can go in between
             spans = [span for span, _ in part]
             with waiting_for_store():
                 are_new, num_taken = await self._store.record_posted(owner.rollout_id, spans)
             refused[FOREIGN] += num_taken
-            sent_twice = [
-                size for (_, size), is_new in zip(part, are_new, strict=True) if not is_new
-            ]
-            owner.use(-len(sent_twice), -sum(sent_twice))
+            for (_, size), is_new in zip(part, are_new, strict=True):
+                if not is_new:  # it was sent twice
+                    owner.num_spans, owner.num_bytes = owner.num_spans - 1, owner.num_bytes - size
 
     def ignore_spans(self, export: Export, owner: Owner | None) -> Counter[str]:
         """Count spans that do not count. Return their number by reason, as `add_spans` does."""
@@ -153,8 +148,7 @@ class Reports:
             attributes.REWARD_CHOICE: choice,
         }
         span = OpenSpan(call.span.trace_id, call.span.span_id).end("reward", values)
-        size = stored_size(span)
-        if not rollout.owner.has_room(1, size):
+        if not rollout.owner.reserve(stored_size(span)):
             raise ApiError(
                 413,
                 "too_many_spans",
@@ -163,7 +157,6 @@ class Reports:
                 f"({rollout.settings.max_spans_mib:g}); post fewer spans and rewards.",
             )
         assert self._store is not None, "a call is answered once its span is in the store"
-        rollout.owner.use(1, size)
         rollout.call_rewards[call_id, choice] = total
         with waiting_for_store():
             await self._store.record(rollout_id, span)

@@ -224,14 +224,12 @@ class OpenRollout:
         `prompt` is the first prompt of its answers, whose tokens count once each.
         """
         self.answered[call.call_id] = call
-        prompts = {answer.prompt_ids for answer in answers}
-        self.num_tokens += sum(map(len, prompts))
+        self.num_tokens += sum(map(len, {answer.prompt_ids for answer in answers}))
         for answer in answers:
             sampled = answer.completion.token_ids
             self.num_tokens += len(sampled)
-            if prompt.history:
-                generated = Generated(answer.prompt_ids, sampled, prompt.history, prompt.path)
-                self.memory.add(answer.as_message(), generated)
+            if prompt.history:  # of messages
+                self.memory.add(answer.as_message(), Generated(prompt, sampled))
 
     def next_seed(self) -> int:
         """Return a seed for the next call, derived from the rollout's seed and the call's index."""

@@ -93,7 +93,7 @@ def _turns(
             continue  # the template writes it into later prompts
         text += response_text(message.plain, form)
         response = (*tokenizer.encode(text, special=False), end)
-        memory.add(plain[index], Generated(prompt.token_ids, response, prompt.history))
+        memory.add(plain[index], Generated(prompt, response))
         if message.trains:
             turns.append((facts | {"agent": message.agent}, (prompt.token_ids, response)))
     return turns

@@ -13,7 +13,7 @@ from lightning_jax.gateway.dialects.ollama import parse_chat, parse_generate
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.messages import normalize_messages
-from lightning_jax.gateway.prompt.render import ConversationMemory, Generated
+from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, Rendered
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, TextPiece
 from lightning_jax.gateway.request import Function, PolicyRequest
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -74,7 +74,7 @@ def test_an_answer_that_comes_back_is_recognised_without_ids() -> None:
     assert [set(call) for call in message["tool_calls"]] == [{"function"}] * 2
     result = {"role": "tool", "tool_name": "run", "content": "5"}
     parsed = _parse(messages=[*ASK, message, result]).messages
-    memory, generated = ConversationMemory(), Generated((1,), (7, 8))
+    memory, generated = ConversationMemory(), Generated(Rendered((1,), 0, 0), (7, 8))
     memory.add(answer.as_message(), generated)
     plain = normalize_messages(parsed or ())
     recalled = memory.recall(plain[1])
