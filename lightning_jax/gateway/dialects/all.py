@@ -46,7 +46,7 @@ def _read(dialect: Dialect, body: dict[str, Any]) -> PolicyRequest | None:
     while True:
         try:
             with allow_unknown():
-                return dialect.parse(as_object(body), sender)[0]
+                return dialect.parse(as_object(body), sender).request
         except Exception as error:  # noqa: BLE001  (of a body that the other server took)
             refused = (getattr(error, "param", None) or "").partition(".")[0]
             if refused not in body or refused in TEXTS:

@@ -14,7 +14,6 @@ from lightning_jax.gateway.dialects.base import (
     Dialect,
     Event,
     Listing,
-    MakeReply,
     Reply,
     Sender,
     add_assistant,
@@ -162,8 +161,8 @@ class MessagesBody(fields.Fields, extra="allow"):
     mcp_servers: Annotated[Any, fields.harmless([])] = None
 
 
-def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a messages body. Raise ApiError that names the first invalid field."""
+def parse(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a messages body. Raise ApiError that names the first invalid field."""
     request = _request(body, sender)
     if request.max_tokens is None:
         raise invalid(
@@ -171,7 +170,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
             "max_tokens",
             reason="missing",
         )
-    return request, lambda context: MessagesReply(request, context)
+    return MessagesReply(request)
 
 
 def _request(body: fields.Body, sender: Sender) -> PolicyRequest:

@@ -1,7 +1,7 @@
 """Interface of a dialect: a wire format that translates to one internal request and back.
 
 A dialect's file contains no engine, no tracing and no HTTP server. Its `parse` turns a JSON body
-into a PolicyRequest and a Reply. The Reply turns Answers and Deltas into bodies or stream events.
+into a Reply with a PolicyRequest. The Reply turns Answers and Deltas into bodies or stream events.
 """
 
 import glob
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion
@@ -140,13 +140,18 @@ Event = dict[str, Any]  # JSON object in a stream
 
 @dataclass
 class Reply(ABC):
-    """Conversion of answers to a dialect's format."""
+    """Reply to a request: conversion of answers to a dialect's format."""
 
     repeats_request: ClassVar[bool] = False  # True if the body has fields of the request
 
     request: PolicyRequest
-    context: ReplyContext
+    context: ReplyContext = field(init=False)  # once the call was accepted
     _entries: dict[int, TokenEntries] = field(default_factory=dict, init=False)  # by choice
+
+    def begin(self, context: ReplyContext) -> Self:
+        """Return the reply, now that its call was accepted."""
+        self.context = context
+        return self
 
     @property
     def response_id(self) -> str:
@@ -194,7 +199,6 @@ class Reply(ABC):
         """Return the events after the last token."""
 
 
-MakeReply = Callable[[ReplyContext], Reply]
 Dump = Callable[[Any], str]  # json.dumps, or another function with the same result
 
 
@@ -269,7 +273,7 @@ class Dialect:
 
     name: str
     paths: tuple[str, ...]
-    parse: Callable[[Body, Sender], tuple[PolicyRequest, MakeReply]]
+    parse: Callable[[Body, Sender], Reply]
     framing: Framing = OPENAI_SSE
     framings: Mapping[str, Framing] = field(default_factory=dict)  # others, by the query's `alt`
     # For requests that need no policy: returns the response body, or None for every other request.

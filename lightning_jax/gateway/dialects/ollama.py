@@ -20,7 +20,6 @@ from lightning_jax.gateway.dialects.base import (
     Dialect,
     Event,
     Listing,
-    MakeReply,
     Reply,
     Sender,
     add_assistant,
@@ -111,16 +110,16 @@ class GenerateBody(OllamaBody):
     raw: bool | None = None
 
 
-def parse_chat(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a chat body. Raise ApiError that names the first invalid field."""
+def parse_chat(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a chat body. Raise ApiError that names the first invalid field."""
     chat = fields.read(ChatBody, body)
     messages, functions = _messages(chat.messages or ()), functions_of(chat.tools)
     request = _request(chat, sender, messages=messages, functions=functions)
-    return request, lambda context: OllamaReply(request, context, _chat_content)
+    return OllamaReply(request, _chat_content)
 
 
-def parse_generate(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a generate body. Raise ApiError that names the first invalid field."""
+def parse_generate(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a generate body. Raise ApiError that names the first invalid field."""
     payload = fields.read(GenerateBody, body)
     if payload.raw and payload.system:
         raise invalid(
@@ -132,7 +131,7 @@ def parse_generate(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, Ma
         messages = [{"role": "system", "content": payload.system}] if payload.system else []
         messages.append({"role": "user", "content": payload.prompt or ""})
         request = _request(payload, sender, messages=tuple(messages))
-    return request, lambda context: OllamaReply(request, context, _generate_content)
+    return OllamaReply(request, _generate_content)
 
 
 def _request(body: OllamaBody, sender: Sender, **more: Any) -> PolicyRequest:

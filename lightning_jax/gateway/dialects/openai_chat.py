@@ -13,7 +13,7 @@ from lightning_jax.gateway.answer import Answer, CallDelta, Delta, function_call
 from lightning_jax.gateway.dialects.base import (
     Dialect,
     Event,
-    MakeReply,
+    Reply,
     Sender,
     model_listings,
     to_request,
@@ -31,7 +31,7 @@ from lightning_jax.gateway.dialects.openai_fields import (
 )
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.request import JsonSchema, PolicyRequest
+from lightning_jax.gateway.request import JsonSchema
 
 
 class ResponseFormat(Format):
@@ -61,8 +61,8 @@ class ChatBody(ChoiceFields, extra="allow"):
     web_search_options: Annotated[Any, fields.harmless()] = None
 
 
-def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a chat body. Raise ApiError that names the first invalid field."""
+def parse(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a chat body. Raise ApiError that names the first invalid field."""
     chat = fields.read(ChatBody, body)
     check_unknown("chat", chat.model_extra, IGNORED)
     if chat.top_logprobs and not chat.logprobs:
@@ -84,7 +84,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         max_tokens=chat.max_tokens if limit is None else limit,
         chat_template_kwargs=template_kwargs(chat.chat_template_kwargs, chat.reasoning_effort),
     )
-    return request, lambda context: ChatReply(request, context, include_usage)
+    return ChatReply(request, include_usage)
 
 
 @dataclass

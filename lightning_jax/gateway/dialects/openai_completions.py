@@ -20,7 +20,7 @@ from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import (
     Dialect,
     Event,
-    MakeReply,
+    Reply,
     Sender,
     TokenEntries,
     to_request,
@@ -33,7 +33,6 @@ from lightning_jax.gateway.dialects.openai_fields import (
 )
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -67,8 +66,8 @@ class CompletionsBody(ChoiceFields, extra="allow"):
     top_logprobs: fields.TopLogprobs | None = Field(None, alias="logprobs")
 
 
-def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a completions body. Raise ApiError naming the first invalid field."""
+def parse(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a completions body. Raise ApiError naming the first invalid field."""
     payload = fields.read(CompletionsBody, body)
     # An echoed prompt has its special tokens in any case.
     unused = ("skip_special_tokens",) if payload.echo else ()
@@ -99,7 +98,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         logprobs=logprobs,
         score_prompt=echo and logprobs,
     )
-    return request, lambda context: CompletionsReply(request, context, include_usage, echo)
+    return CompletionsReply(request, include_usage, echo)
 
 
 @dataclass

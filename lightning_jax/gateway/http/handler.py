@@ -17,7 +17,7 @@ from lightning_jax.gateway.calls.record import IncomingCall
 from lightning_jax.gateway.calls.responder import Responder
 from lightning_jax.gateway.calls.routing import Route
 from lightning_jax.gateway.dialects.all import read_traits
-from lightning_jax.gateway.dialects.base import Dialect, Dump, Event, Framing, MakeReply, Sender
+from lightning_jax.gateway.dialects.base import Dialect, Dump, Event, Framing, Reply, Sender
 from lightning_jax.gateway.errors import ApiError, our_fault
 from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.http.auth import Callers
@@ -175,12 +175,12 @@ class CallHandler:
             return await self._pass_on(dialect, call, route, body, len(raw))
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)
-        parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
-        self._note_model(parsed.model, sender)
+        reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
+        self._note_model(reply.request.model, sender)
         incoming = IncomingCall(
             rollout=rollout,
             route=route,
-            request=parsed,
+            request=reply.request,
             headers=request.headers,
             num_bytes=len(raw),
         )
@@ -191,10 +191,10 @@ class CallHandler:
             return rollout is not None and not stream.is_open and call.will_be_sent_again
 
         with running.listen(keep):
-            if parsed.stream:
-                return await self._stream(running, make_reply, stream, len(raw))
+            if reply.request.stream:
+                return await self._stream(running, reply, stream, len(raw))
             answers = await running.answers()
-            reply = make_reply(running.context)
+            reply.begin(running.context)
             num_bytes = reply.num_bytes(answers, len(raw))
             dump = _dump(num_bytes)
             text = await self._bodies.offload.run(
@@ -205,10 +205,10 @@ class CallHandler:
             return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
-        self, running: RunningCall, make_reply: MakeReply, stream: EventStream, request_bytes: int
+        self, running: RunningCall, reply: Reply, stream: EventStream, request_bytes: int
     ) -> web.StreamResponse:
         await running.accepted()
-        reply = make_reply(running.context)
+        reply.begin(running.context)
         await stream.open()  # the status says that the call was accepted; the rest waits
         await self._hold(stream, reply.num_bytes((), request_bytes), reply.opening)
         async for delta in running.deltas():

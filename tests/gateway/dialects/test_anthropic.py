@@ -32,7 +32,7 @@ FORCED = {"type": "any", "disable_parallel_tool_use": True}
 
 
 def _parse(**fields: Any) -> PolicyRequest:
-    return parse(BODY | fields, SENDER)[0]
+    return parse(BODY | fields, SENDER).request
 
 
 def _answer(text: str, *calls: tuple[str, str], **fields: Any) -> Answer:
@@ -49,7 +49,7 @@ def _answer(text: str, *calls: tuple[str, str], **fields: Any) -> Answer:
 
 def _reply(**fields: Any) -> Any:
     context = ReplyContext("abc", 0, ((1, 2),), tiny_tokenizer())
-    return parse(BODY | fields, SENDER)[1](context)
+    return parse(BODY | fields, SENDER).begin(context)
 
 
 def test_every_field_arrives() -> None:

@@ -28,7 +28,7 @@ RUN = {"type": "function", "function": {"name": "run", "parameters": {"type": "o
 
 
 def _parse(headers: dict[str, str] | None = None, **fields: Any) -> PolicyRequest:
-    return parse(BODY | fields, Sender(headers or {}, {}, {}, "tiny", SavedConversations()))[0]
+    return parse(BODY | fields, Sender(headers or {}, {}, {}, "tiny", SavedConversations())).request
 
 
 def _sampling(request: PolicyRequest, rollout: OpenRollout | None, room: int) -> Any:

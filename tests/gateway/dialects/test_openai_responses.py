@@ -50,7 +50,7 @@ def _sender() -> Sender:
 
 
 def _parse(**fields: Any) -> PolicyRequest:
-    return parse(BODY | fields, _sender())[0]
+    return parse(BODY | fields, _sender()).request
 
 
 def _extras(model: Any) -> set[str]:
@@ -99,10 +99,9 @@ def _reply(pieces: list[list[Piece]], reason: Any = "stop", **fields: Any) -> An
     builder = AnswerBuilder(0)
     deltas: list[Delta] = [builder.add(some, None) for some in pieces]
     answer: Answer = builder.answer((1,), Completion((5,), "", (-1.0,), (-1.0,), (1,), reason))
-    _, make = parse(BODY | fields, _sender())
     context = ReplyContext("ab12", 1, ((1,),), tiny_tokenizer())
-    body = make(context).body([answer])
-    reply = make(context)
+    body = parse(BODY | fields, _sender()).begin(context).body([answer])
+    reply = parse(BODY | fields, _sender()).begin(context)
     events = [*reply.opening()]
     for delta in deltas:
         events += reply.delta(delta)

@@ -11,7 +11,6 @@ from lightning_jax.gateway.dialects.base import (
     Dialect,
     Event,
     Listing,
-    MakeReply,
     Reply,
     Sender,
     model_listings,
@@ -37,12 +36,12 @@ _STATUSES = {
 }
 
 
-def parse(body: Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a generateContent body. Raise ApiError that names the first invalid
+def parse(body: Body, sender: Sender) -> Reply:
+    """Return the reply to a generateContent body. Raise ApiError that names the first invalid
     field.
     """
     request = _request(body, sender)
-    return request, lambda context: GeminiReply(request, context)
+    return GeminiReply(request)
 
 
 def _request(body: Body, sender: Sender) -> PolicyRequest:

@@ -5,7 +5,8 @@ one request only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field
@@ -21,7 +22,6 @@ from lightning_jax.gateway.dialects.base import (
     Dialect,
     Event,
     Listing,
-    MakeReply,
     Reply,
     Sender,
     to_request,
@@ -90,8 +90,8 @@ class ResponsesBody(OpenAIFields, extra="allow"):
     prompt: Annotated[Any, fields.harmless()] = None
 
 
-def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a responses body. Raise ApiError that names the first invalid field."""
+def parse(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a responses body. Raise ApiError that names the first invalid field."""
     payload = fields.read(ResponsesBody, body)
     check_unknown("responses", payload.model_extra, _IGNORED)
     previous = _previous(payload.previous_response_id, sender)
@@ -118,7 +118,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
             saved = _saved_response(response, (*conversation, answer))
             sender.conversations.save(response["id"], saved)
 
-    return request, lambda context: ResponsesReply(request, context, settings, save)
+    return ResponsesReply(request, settings, save)
 
 
 def _settings(payload: ResponsesBody, request: PolicyRequest, tool_choice: Any) -> dict[str, Any]:
@@ -178,10 +178,10 @@ class ResponsesReply(Reply):
 
     settings: Mapping[str, Any]
     save: Callable[[Mapping[str, Any], Message], None]
-    _output: Output = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._output = Output(self.context.token)
+    @cached_property
+    def _output(self) -> Output:
+        return Output(self.context.token)
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         for _ in self._whole(answers[0]):
