@@ -226,11 +226,15 @@ class Gateway:
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[openai_errors], client_max_size=self._bodies.max_bytes)
+        by_route: dict[tuple[str, str], list[tuple[Dialect, Listing]]] = {}
+        for dialect in DIALECTS:
+            for listing in dialect.listings:
+                by_route.setdefault((listing.method, listing.path), []).append((dialect, listing))
         for prefix in ("", "/rollout/{rollout_url}"):
             for dialect in DIALECTS:
                 for path in dialect.paths:
                     app.router.add_post(prefix + path, partial(self._calls.handle, dialect))
-            for (method, path), listings in _listings().items():
+            for (method, path), listings in by_route.items():
                 app.router.add_route(method, prefix + path, partial(self._list, listings))
             app.router.add_post(f"{prefix}/v1/traces", self._spans)
         for path in ("/reward", "/v1/reward"):
@@ -316,11 +320,3 @@ class Gateway:
 
 async def _to_page(request: web.Request) -> web.Response:
     return web.Response(status=302, headers={"Location": PAGE})
-
-
-def _listings() -> dict[tuple[str, str], list[tuple[Dialect, Listing]]]:
-    listings: dict[tuple[str, str], list[tuple[Dialect, Listing]]] = {}
-    for dialect in DIALECTS:
-        for listing in dialect.listings:
-            listings.setdefault((listing.method, listing.path), []).append((dialect, listing))
-    return listings

@@ -114,9 +114,18 @@ def parse(body: fields.Body, sender: Sender) -> Reply:
     settings = _settings(payload, request, body.get("tool_choice"))
 
     def save(response: Mapping[str, Any], answer: Message) -> None:
-        if payload.store is not False:
-            saved = _saved_response(response, (*conversation, answer))
-            sender.conversations.save(response["id"], saved)
+        if payload.store is False:
+            return
+        # Log-probabilities and token ids take the most memory.
+        kept = {key: value for key, value in response.items() if not key.endswith("token_ids")}
+        kept["output"] = [
+            {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
+            if "content" in item
+            else item
+            for item in response["output"]
+        ]
+        saved = SavedResponse(kept, (*conversation, answer))
+        sender.conversations.save(response["id"], saved)
 
     return ResponsesReply(request, settings, save)
 
@@ -253,19 +262,6 @@ class ResponsesReply(Reply):
 
 def _status(answer: Answer) -> str:
     return "incomplete" if answer.finish_reason == "length" else "completed"
-
-
-def _saved_response(response: Mapping[str, Any], messages: tuple[Message, ...]) -> SavedResponse:
-    """Return a response without its log-probabilities and token ids, which take the most memory."""
-    body = {key: value for key, value in response.items() if not key.endswith("token_ids")}
-    body["output"] = [_without_logprobs(item) for item in response["output"]]
-    return SavedResponse(body, messages)
-
-
-def _without_logprobs(item: Mapping[str, Any]) -> dict[str, Any]:
-    if "content" not in item:  # a call
-        return dict(item)
-    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
 def _retrieve(body: fields.Body, sender: Sender) -> Any:
