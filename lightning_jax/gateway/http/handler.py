@@ -12,8 +12,8 @@ from aiohttp import web
 
 from lightning_jax.errors import brief
 from lightning_jax.gateway.calls.offload import INLINE_BYTES, FairQueue, dump_json
-from lightning_jax.gateway.calls.proxy import ProxiedCall, pass_on
 from lightning_jax.gateway.calls.record import IncomingCall
+from lightning_jax.gateway.calls.remote import ProxiedCall, pass_on
 from lightning_jax.gateway.calls.responder import Responder
 from lightning_jax.gateway.calls.routing import Route
 from lightning_jax.gateway.dialects.all import read_traits
