@@ -7,7 +7,7 @@ from typing import Any
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue, brief
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.fields import Fields, Number, read
+from lightning_jax.gateway.fields import Fields, Number
 from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.gateway.sessions.open_rollouts import OpenRollout, derive_seed
 
@@ -91,7 +91,7 @@ def _logit_biases(bias: Mapping[str, Any], most: int) -> tuple[tuple[int, float]
                 "logit_bias",
                 reason="unknown",
             )
-    numbers = read(LogitBias, {"logit_bias": bias}).logit_bias
+    numbers = LogitBias.read({"logit_bias": bias}).logit_bias
     return tuple((int(key), number or 0.0) for key, number in numbers.items())
 
 

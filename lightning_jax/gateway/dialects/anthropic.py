@@ -174,7 +174,7 @@ def parse(body: fields.Body, sender: Sender) -> Reply:
 
 
 def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
-    payload = fields.read(MessagesBody, body)
+    payload = MessagesBody.read(body)
     check_unknown("anthropic", payload.model_extra, _IGNORED)
     form = (payload.output_config and payload.output_config.format) or payload.output_format
     choice, thinking = payload.tool_choice or ToolChoiceBody(), payload.thinking

@@ -112,7 +112,7 @@ class GenerateBody(OllamaBody):
 
 def parse_chat(body: fields.Body, sender: Sender) -> Reply:
     """Return the reply to a chat body. Raise ApiError that names the first invalid field."""
-    chat = fields.read(ChatBody, body)
+    chat = ChatBody.read(body)
     messages, functions = _messages(chat.messages or ()), functions_of(chat.tools)
     request = _request(chat, sender, messages=messages, functions=functions)
     return OllamaReply(request, _chat_content)
@@ -120,7 +120,7 @@ def parse_chat(body: fields.Body, sender: Sender) -> Reply:
 
 def parse_generate(body: fields.Body, sender: Sender) -> Reply:
     """Return the reply to a generate body. Raise ApiError that names the first invalid field."""
-    payload = fields.read(GenerateBody, body)
+    payload = GenerateBody.read(body)
     if payload.raw and payload.system:
         raise invalid(
             "system is set but raw is true; leave out one of them.", "system", reason="conflict"
@@ -136,7 +136,7 @@ def parse_generate(body: fields.Body, sender: Sender) -> Reply:
 
 def _request(body: OllamaBody, sender: Sender, **more: Any) -> PolicyRequest:
     check_unknown("ollama", body.model_extra, _IGNORED)
-    options = fields.read(Options, body.options or {})
+    options = Options.read(body.options or {})
     check_unknown("ollama options", options.model_extra, _IGNORED_OPTIONS)
     if options.max_tokens in (-1, -2):  # no limit, or until the context is full
         options.max_tokens = None
@@ -236,7 +236,7 @@ def _load(content: dict[str, Any], sign: str) -> Any:
     def answer(body: fields.Body, sender: Sender) -> dict[str, Any] | None:
         if body.get(sign) not in (None, "", []):
             return None
-        model = fields.read(OllamaBody, body).model or ""
+        model = OllamaBody.read(body).model or ""
         check_model(model, sender.accepted)
         now, unload = _rfc3339(datetime.now(UTC)), body.get("keep_alive") in (0, "0", "0s")
         end = {"done": True, "done_reason": "unload" if unload else "load"}
@@ -261,7 +261,7 @@ def _running(body: fields.Body, sender: Sender) -> Any:
 
 
 def _show(body: fields.Body, sender: Sender) -> Any:
-    payload = fields.read(ShowBody, body)
+    payload = ShowBody.read(body)
     check_model(payload.model or payload.name or "", sender.accepted)
     shape = {"general.architecture": POLICY, f"{POLICY}.context_length": sender.max_len}
     return {"details": _DETAILS, "model_info": shape, "capabilities": ["completion", "tools"]}

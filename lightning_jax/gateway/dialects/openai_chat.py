@@ -63,7 +63,7 @@ class ChatBody(ChoiceFields, extra="allow"):
 
 def parse(body: fields.Body, sender: Sender) -> Reply:
     """Return the reply to a chat body. Raise ApiError that names the first invalid field."""
-    chat = fields.read(ChatBody, body)
+    chat = ChatBody.read(body)
     check_unknown("chat", chat.model_extra, IGNORED)
     if chat.top_logprobs and not chat.logprobs:
         raise invalid(

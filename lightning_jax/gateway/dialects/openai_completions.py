@@ -68,7 +68,7 @@ class CompletionsBody(ChoiceFields, extra="allow"):
 
 def parse(body: fields.Body, sender: Sender) -> Reply:
     """Return the reply to a completions body. Raise ApiError naming the first invalid field."""
-    payload = fields.read(CompletionsBody, body)
+    payload = CompletionsBody.read(body)
     # An echoed prompt has its special tokens in any case.
     unused = ("skip_special_tokens",) if payload.echo else ()
     check_unknown("completions", payload.model_extra, (*IGNORED, *unused))

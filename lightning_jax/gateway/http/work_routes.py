@@ -22,7 +22,7 @@ from aiohttp import web
 
 from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import Fields, read
+from lightning_jax.gateway.fields import Fields
 from lightning_jax.gateway.http.auth import Callers
 from lightning_jax.gateway.http.server import Bodies
 from lightning_jax.gateway.sessions.leases import LeaseQueue
@@ -115,10 +115,10 @@ class WorkRoutes:
                 "this server has no work for workers; set agent.workers or agent.remote_workers "
                 "in its run.",
             )
-        return read(kind, body)
+        return kind.read(body)
 
     async def _read(self, request: web.Request, kind: type[F]) -> F:
-        return read(kind, await self._bodies.read_json(request))
+        return kind.read(await self._bodies.read_json(request))
 
     def _outside(self) -> ExternalRollouts:
         if self._work.outside is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import Body, Fields, FiniteNumber, Integer, read
+from lightning_jax.gateway.fields import Body, Fields, FiniteNumber, Integer
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.sessions.open_rollouts import AnsweredCall, OpenRollout
 from lightning_jax.gateway.sessions.owners import Owner, Owners
@@ -120,7 +120,7 @@ class Reports:
         `{"reward": 0.5}` is for the rollout, and with `"call": ID` for one of its calls. Without
         `should_count`, it is ignored and counted as such. Raise ApiError if it is invalid.
         """
-        rewarded, limit = read(RewardFields, body), rollout.settings.max_abs_reward
+        rewarded, limit = RewardFields.read(body), rollout.settings.max_abs_reward
         reward, call_id, choice = rewarded.reward, rewarded.call, rewarded.choice or 0
         check_size("reward", reward, limit)
         rollout_id = rollout.settings.rollout_id

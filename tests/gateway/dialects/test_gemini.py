@@ -14,7 +14,6 @@ from lightning_jax.gateway.dialects.gemini.dialect import parse
 from lightning_jax.gateway.dialects.gemini.input import Schema
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import read
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, TextPiece
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -98,7 +97,7 @@ def test_schemas_become_json_schemas() -> None:
         "required": ["n"],
         "property_ordering": ["n"],
     }
-    plain = read(Schema, schema).json_schema()
+    plain = Schema.read(schema).json_schema()
     assert plain == {
         "type": "object",
         "properties": {

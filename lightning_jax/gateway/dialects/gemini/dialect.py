@@ -20,7 +20,7 @@ from lightning_jax.gateway.dialects.base import (
 from lightning_jax.gateway.dialects.gemini.input import Config, CountBody, GeminiBody
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import Body, read
+from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.request import NO_THINKING, PolicyRequest
 from lightning_jax.models.tokenizer import Tokenizer
 
@@ -45,9 +45,9 @@ def parse(body: Body, sender: Sender) -> Reply:
 
 
 def _request(body: Body, sender: Sender) -> PolicyRequest:
-    payload = read(GeminiBody, body)
+    payload = GeminiBody.read(body)
     check_unknown("gemini", payload.model_extra)
-    config = read(Config, payload.generation_config or {})
+    config = Config.read(payload.generation_config or {})
     check_unknown("gemini generationConfig", config.model_extra)
     return to_request(
         "gemini",
@@ -146,7 +146,7 @@ def _logprobs(tokens: Any, tokenizer: Tokenizer, top: int) -> dict[str, Any]:
 
 
 def _count_tokens(body: Body, sender: Sender) -> Any:
-    inner = read(CountBody, body).generate_content_request
+    inner = CountBody.read(body).generate_content_request
     return {"totalTokens": sender.count_tokens(_request(inner or body, sender))}
 
 

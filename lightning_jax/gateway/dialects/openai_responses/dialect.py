@@ -92,7 +92,7 @@ class ResponsesBody(OpenAIFields, extra="allow"):
 
 def parse(body: fields.Body, sender: Sender) -> Reply:
     """Return the reply to a responses body. Raise ApiError that names the first invalid field."""
-    payload = fields.read(ResponsesBody, body)
+    payload = ResponsesBody.read(body)
     check_unknown("responses", payload.model_extra, _IGNORED)
     previous = _previous(payload.previous_response_id, sender)
     conversation = (*previous, *input_messages(payload.input))

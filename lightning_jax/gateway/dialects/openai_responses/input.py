@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Discriminator, Field
 
 from lightning_jax.gateway.answer import function_call
 from lightning_jax.gateway.dialects.base import extend_turn, text_blocks
-from lightning_jax.gateway.fields import Fields, Listed, read
+from lightning_jax.gateway.fields import Fields, Listed
 from lightning_jax.types import Message
 
 _ITEM_ID = re.compile(r"(?:msg|fc)_([0-9a-f]+)_\d+")
@@ -105,7 +105,7 @@ def input_messages(value: Any) -> tuple[Message, ...]:
     one.
     """
     conversation = _Conversation()
-    for item in read(InputFields, {"input": value}).input:
+    for item in InputFields.read({"input": value}).input:
         match item:
             case ReasoningItem():
                 conversation.thought += "".join(part.text for part in item.content or ())
