@@ -72,16 +72,7 @@ class GeminiReply(Reply):
     """Bodies of generateContent, whole or in pieces. Calls are sent whole, at the end."""
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        candidates = [
-            self._candidate(
-                index,
-                [*([{"text": answer.text}] if answer.text else []), *_call_parts(answer)],
-                answer.completion,
-            )
-            | {"finishReason": _finish_reason(answer)}
-            for index, answer in enumerate(answers)
-        ]
-        return self._response(candidates) | {"usageMetadata": self._usage(answers)}
+        return self._finished(answers, shows_text=True)
 
     def delta(self, delta: Delta) -> Iterable[Event]:
         tokens = delta.chunk if self.request.logprobs else None
@@ -90,12 +81,25 @@ class GeminiReply(Reply):
             yield self._response([candidate])
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
-        candidates = [
-            self._candidate(index, _call_parts(answer) or [{"text": ""}], None)
-            | {"finishReason": _finish_reason(answer)}
-            for index, answer in enumerate(answers)
-        ]
-        yield self._response(candidates) | {"usageMetadata": self._usage(answers)}
+        yield self._finished(answers, shows_text=False)
+
+    def _finished(self, answers: Sequence[Answer], *, shows_text: bool) -> dict[str, Any]:
+        """Return the answers, without their texts and tokens if these were streamed."""
+        candidates = []
+        for index, answer in enumerate(answers):
+            texts = [{"text": answer.text}] if shows_text and answer.text else []
+            calls = [
+                {"functionCall": {"id": call.call_id, "name": call.name, "args": arguments}}
+                for call, arguments in whole_calls(answer)
+            ]
+            tokens = answer.completion if shows_text else None
+            reason = "MAX_TOKENS" if answer.finish_reason == "length" else "STOP"
+            candidate = self._candidate(index, [*texts, *calls], tokens)
+            candidates.append(candidate | {"finishReason": reason})
+        prompt, sampled = self.num_tokens(answers)
+        usage = {"promptTokenCount": prompt, "candidatesTokenCount": sampled}
+        usage["totalTokenCount"] = prompt + sampled
+        return self._response(candidates) | {"usageMetadata": usage}
 
     def _candidate(self, index: int, parts: list[dict[str, Any]], tokens: Any) -> dict[str, Any]:
         content = {"parts": parts or [{"text": ""}], "role": "model"}
@@ -110,25 +114,6 @@ class GeminiReply(Reply):
             "modelVersion": self.request.model,
             "responseId": self.context.token,
         }
-
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
-        prompt, sampled = self.num_tokens(answers)
-        return {
-            "promptTokenCount": prompt,
-            "candidatesTokenCount": sampled,
-            "totalTokenCount": prompt + sampled,
-        }
-
-
-def _finish_reason(answer: Answer) -> str:
-    return "MAX_TOKENS" if answer.finish_reason == "length" else "STOP"
-
-
-def _call_parts(answer: Answer) -> list[dict[str, Any]]:
-    return [
-        {"functionCall": {"id": call.call_id, "name": call.name, "args": arguments}}
-        for call, arguments in whole_calls(answer)
-    ]
 
 
 def _logprobs(tokens: Any, tokenizer: Tokenizer, top: int) -> dict[str, Any]:
