@@ -186,6 +186,9 @@ class EnginePrograms:
             "generate": lambda: engine._generate.lower((1, slots), *step),
             "generate_8": lambda: engine._generate.lower((1, FEW), *step),
             "generate_steps": lambda: engine._generate_steps.lower((1, slots), *step),
+            "generate_filtered": lambda: engine._generate_filtered.lower((1, slots), *step),
+            "steps_filtered": lambda: engine._steps_filtered.lower((1, slots), *step),
+            "generate_full": lambda: engine._generate_full.lower((1, slots), *step, adjustment()),
             "generate_adjusted": lambda: engine._generate_adjusted.lower(
                 (1, slots), *step, adjustment()
             ),

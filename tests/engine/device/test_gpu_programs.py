@@ -23,21 +23,24 @@ MIB = 2**20
 # With JAX 0.11.2 and its plugin for CUDA 13, for an H100.
 TODAY = {
     # launches, graphs, reads, kernels, arguments, temp_bytes, undonated_bytes
-    ("135m", "generate"): ProgramCounts(21, 5, 1, 485, 342, 50_383_176, 0),
-    ("135m", "generate_8"): ProgramCounts(21, 5, 1, 489, 342, 6_315_072, 0),
-    ("135m", "generate_steps"): ProgramCounts(24, 5, 1, 494, 342, 50_422_488, 0),
-    ("135m", "generate_adjusted"): ProgramCounts(50, 4, 3, 510, 344, 50_384_200, 0),
-    ("135m", "generate_biased"): ProgramCounts(50, 4, 3, 510, 345, 50_384_200, 0),
+    ("135m", "generate"): ProgramCounts(1, 1, 0, 442, 342, 12_776_752, 0),
+    ("135m", "generate_8"): ProgramCounts(1, 1, 0, 447, 342, 1_604_384, 0),
+    ("135m", "generate_steps"): ProgramCounts(5, 1, 0, 451, 342, 12_748_480, 0),
+    ("135m", "generate_filtered"): ProgramCounts(1, 1, 0, 608, 342, 41_005_880, 0),
+    ("135m", "steps_filtered"): ProgramCounts(5, 1, 0, 617, 342, 41_010_392, 0),
+    ("135m", "generate_adjusted"): ProgramCounts(1, 1, 0, 444, 344, 12_777_264, 0),
+    ("135m", "generate_full"): ProgramCounts(1, 1, 0, 628, 344, 40_974_392, 0),
+    ("135m", "generate_biased"): ProgramCounts(1, 1, 0, 630, 345, 53_557_560, 0),
     ("135m", "prefill"): ProgramCounts(1, 1, 0, 441, 336, 8_733_976, 0),
     ("135m", "restore"): ProgramCounts(1, 1, 0, 121, 124, 294_960, 0),
     ("135m", "store"): ProgramCounts(1, 1, 0, 60, 124, 0, 0),
-    ("1.5b", "generate"): ProgramCounts(12, 8, 1, 463, 404, 155_694_664, 0),
-    ("1.5b", "generate_adjusted"): ProgramCounts(12, 8, 1, 502, 406, 155_694_664, 0),
+    ("1.5b", "generate"): ProgramCounts(1, 1, 0, 415, 404, 39_347_760, 0),
+    ("1.5b", "generate_adjusted"): ProgramCounts(1, 1, 0, 417, 406, 39_348_272, 0),
     ("1.5b", "prefill"): ProgramCounts(1, 1, 0, 384, 398, 35_670_808, 0),
     ("1.5b", "restore"): ProgramCounts(1, 1, 0, 113, 116, 2_097_408, 0),
     ("1.5b", "store"): ProgramCounts(1, 1, 0, 56, 116, 0, 0),
-    ("8b", "generate"): ProgramCounts(21, 6, 2, 719, 481, 155_706_696, 0),
-    ("8b", "generate_adjusted"): ProgramCounts(58, 6, 3, 758, 483, 155_706_696, 0),
+    ("8b", "generate"): ProgramCounts(1, 1, 0, 671, 481, 39_441_968, 0),
+    ("8b", "generate_adjusted"): ProgramCounts(1, 1, 0, 673, 483, 39_442_224, 0),
     ("8b", "prefill"): ProgramCounts(1, 1, 0, 637, 475, 38_028_312, 0),
     ("8b", "restore"): ProgramCounts(1, 1, 0, 145, 148, 8_388_864, 0),
     ("8b", "store"): ProgramCounts(1, 1, 0, 72, 148, 0, 0),
@@ -55,7 +58,7 @@ def bars(model: str, program: str) -> ProgramCounts:
     if is_copy or program == "prefill":
         temp_bytes = 64 * MIB
     return ProgramCounts(
-        launches=6 if program == "generate_steps" else 1,  # a copy, counters, a graph an iteration
+        launches=6 if "steps" in program else 1,  # a copy, counters, a graph an iteration
         graphs=1,
         reads=0,
         kernels=4 if is_copy else 14 * shape.num_layers + 30,
