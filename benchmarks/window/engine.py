@@ -700,7 +700,9 @@ class Programs:
 
         sampled = None
         for _ in range(number):
-            self.state, sampled = self.programs.generate(self.params, self.state, self.longest)
+            self.state, sampled = self.programs.generate(
+                self.params, self.state, self.longest, has_filters=False
+            )
             jax.device_get(sampled)
 
 
