@@ -1,4 +1,4 @@
-"""Tests of each surrogate's value and gradient by hand. See test_losses.py for the clipped loss."""
+"""Tests of each surrogate's value and gradient by hand. See test_policy.py for the clipped loss."""
 
 import math
 

