@@ -36,7 +36,8 @@ BEFORE = "the one before"
 def _fuzz(folder: Path, seed: int, number: int) -> list[dict[str, Any]]:
     """Return what became of each damaged file. A process that says nothing is killed."""
     words = [str(Path(__file__).with_name("damaged_child.py")), str(folder)]
-    path = os.pathsep.join(map(str, (Path(__file__).parents[2], os.environ.get("PYTHONPATH", ""))))
+    folders = (*Path(__file__).parents[1:3], os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join(map(str, folders))
     child = subprocess.Popen(
         [sys.executable, *words, *map(str, (seed, number, ADDRESSES))],
         stdout=subprocess.PIPE,

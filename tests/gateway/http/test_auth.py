@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from gateway_bench import Bench
+from waiting import until
 
 from lightning_jax.types import Rollout
 
@@ -47,12 +48,10 @@ async def test_a_key_ends_with_its_rollout(bench: Bench) -> None:
     running = asyncio.create_task(
         bench.post(BODY | {"max_tokens": 400}, base=ended.base_url, key=ended.api_key)
     )
-    while not bench.loop.stats()["serve/running"]:
-        await asyncio.sleep(0.01)
+    await until(lambda: bench.loop.stats()["serve/running"])
     assert bench.gateway.close_rollout("r1").num_cancelled == 1
     running.cancel()
-    while bench.loop.stats()["serve/running"]:
-        await asyncio.sleep(0.01)
+    await until(lambda: not bench.loop.stats()["serve/running"])
     assert await _status(bench, base=ended.base_url, key=ended.api_key) == 404
     assert await _status(bench, key=ended.api_key) == 401
 

@@ -15,6 +15,7 @@ import pytest
 from coded import raises_coded
 from log_events import events, records
 from test_runner import SERVE, TASKS, TOY, _model_and_engine, _runner
+from waiting import until
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.sessions.work_messages import Report
@@ -112,13 +113,6 @@ def _ids(runner: Runner, rollout: Rollout) -> list[Any]:
     return [span.attributes.get(attributes.RESPONSE_TOKEN_IDS) for span in spans]
 
 
-async def _until(is_true: Any) -> Any:
-    async with asyncio.timeout(60):
-        while not (found := is_true()):
-            await asyncio.sleep(0.02)
-    return found
-
-
 async def test_workers_give_the_same_rollouts_as_this_process(
     tmp_path: Path, agent_file: Path
 ) -> None:
@@ -214,7 +208,7 @@ async def test_rollouts_of_a_killed_worker_run_elsewhere_and_count_once(
     async with _local(tmp_path, config, 2) as runner:
         requests = make_requests(_hanging(tmp_path), "train", 0, 1)
         running = asyncio.create_task(run_requests(requests, runner))
-        killed = (await _until(lambda: len(_notes(tmp_path)) == 3 and _notes(tmp_path)))["t0"]
+        killed = (await until(lambda: len(_notes(tmp_path)) == 3 and _notes(tmp_path)))["t0"]
         lost = {task for task, pid in _notes(tmp_path).items() if pid == killed}
         os.kill(killed, signal.SIGKILL)
         for path in tmp_path.glob("t*-*"):  # end the others
@@ -238,7 +232,7 @@ async def test_deadline_cancels_the_agent_of_a_worker(tmp_path: Path, agent_file
         requests = make_requests(_hanging(tmp_path)[:1], "train", 0, 1)
         (rollout,) = await run_requests(requests, runner)
         assert (rollout.status, rollout.reason) == ("agent_failure", "deadline")
-        await _until(lambda: list(tmp_path.glob("*.cancelled")))
+        await until(lambda: list(tmp_path.glob("*.cancelled")))
 
 
 async def test_stopped_run_ends_its_workers(tmp_path: Path, agent_file: Path) -> None:
@@ -247,7 +241,7 @@ async def test_stopped_run_ends_its_workers(tmp_path: Path, agent_file: Path) ->
         requests = make_requests(_hanging(tmp_path)[:1], "train", 0, 1)
         running = asyncio.create_task(run_requests(requests, runner))
         began = tmp_path / "began"
-        pid = int(await _until(lambda: began.exists() and began.read_text()))
+        pid = int(await until(lambda: began.exists() and began.read_text()))
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -310,7 +304,7 @@ async def test_worker_that_stops_gives_its_rollouts_back(tmp_path: Path) -> None
             stopping = start("slow")
             requests = make_requests(TASKS[:1], "train", 0, 1)
             running = asyncio.create_task(run_requests(requests, runner))
-            await _until(lambda: queue.num_taken == 1)
+            await until(lambda: queue.num_taken == 1)
             stopping.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await stopping
@@ -336,7 +330,7 @@ async def test_worker_that_comes_back_late_is_not_counted(
         async with _joined(runner, AgentConfig(f"{path}:run"), f"{path}:run", 0.3) as joined:
             (rollout,) = await run_requests(make_requests(TASKS[:1], "train", 0, 1), joined)
             assert (rollout.status, rollout.reason) == ("infrastructure_failure", "worker_lost")
-            await _until(lambda: "lease_refused" in events(caplog))
+            await until(lambda: "lease_refused" in events(caplog))
             assert joined.store.rollout(rollout.rollout_id) == rollout
 
 
@@ -430,7 +424,7 @@ async def test_run_without_workers_says_how_to_start_one(
     monkeypatch.setattr(pool, "UNASKED_S", 0.05)
     async with _local(tmp_path, AgentConfig(f"{TOY}:measured"), 0) as runner:
         running = asyncio.create_task(run_requests(make_requests(TASKS, "train", 0, 1), runner))
-        await _until(lambda: "no_worker" in events(caplog))
+        await until(lambda: "no_worker" in events(caplog))
         await asyncio.sleep(0.1)
         running.cancel()
         (record,) = records(caplog, "no_worker")
