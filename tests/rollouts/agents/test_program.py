@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from coded import raises_coded
 from log_events import records
-from test_runner import SERVE, TASKS, TOY, _model_and_engine
+from served_runs import SERVE, TASKS, TOY, model_and_engine
 
 from lightning_jax.rollouts.agents import process, program
 from lightning_jax.rollouts.agents.functions import Agent, load_agent
@@ -43,7 +43,7 @@ async def running(path: Path, agent: Agent, **settings: Any) -> AsyncIterator[Ru
     config = RolloutConfig(
         max_infrastructure_failures=1.0, max_attempts=2, retry_delay_s=0.0, **settings
     )
-    async with run_service(path, *_model_and_engine(), SERVE) as service:
+    async with run_service(path, *model_and_engine(), SERVE) as service:
         yield Runner(agent, service.gateway, config, seed=0)
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from coded import raises_coded
 from log_events import events, records
-from test_runner import SERVE, TASKS, TOY, _model_and_engine, _runner
+from served_runs import SERVE, TASKS, TOY, model_and_engine, open_runner
 from waiting import until
 
 from lightning_jax.errors import UserError
@@ -99,10 +99,9 @@ async def _local(
     tmp_path: Path, agent: AgentConfig, number: int = 1, **settings: Any
 ) -> AsyncIterator[Runner]:
     """Yield a runner with local workers over the tiny model."""
-    model, engine = _model_and_engine()
     config = RolloutConfig(**{"retry_delay_s": 0.0, "concurrency": 4} | settings)
     async with (
-        run_service(tmp_path, model, engine, SERVE) as service,
+        run_service(tmp_path, *model_and_engine(), SERVE) as service,
         open_workers(agent, number, service.gateway, config) as found,
     ):
         yield Runner(found, service.gateway, config, seed=0)
@@ -129,7 +128,7 @@ async def test_workers_give_the_same_rollouts_as_this_process(
         for rollout in rollouts:
             root, call = runner.store.spans(rollout.rollout_id)
             assert call.parent_span_id == root.span_id
-    async with _runner(tmp_path / "here", "run") as runner:
+    async with open_runner(tmp_path / "here", "run") as runner:
         runner = replace(runner, agent=load_agent(f"{agent_file}:run", options))
         rollouts = await run_requests(requests, runner)
         found["here"] = [(r.reward, r.status, _ids(runner, r)) for r in rollouts]
@@ -160,7 +159,7 @@ async def test_outcomes_have_the_same_words(
     found = []
     for where in ("here", "worker"):
         (tmp_path / where).mkdir()
-        async with _runner(tmp_path / where, function, **settings) as runner:
+        async with open_runner(tmp_path / where, function, **settings) as runner:
             config = AgentConfig(f"{TOY}:{function}")
             async with _joined(runner, config, f"{TOY}:{function}") as joined:
                 runner = joined if where == "worker" else runner
@@ -279,7 +278,7 @@ async def test_worker_elsewhere_that_keeps_ending_ends_the_run(
         ended = asyncio.create_task(asyncio.sleep(0, ("was lost", None)))
         yield StartedWorker(ended, lambda: None)
 
-    async with _runner(tmp_path, "measured") as runner:
+    async with open_runner(tmp_path, "measured") as runner:
         gateway, others = runner.gateway, OtherMachines(2, start)
         agent = AgentConfig(f"{TOY}:measured")
         async with open_workers(agent, 0, gateway, RolloutConfig(), others) as opened:
@@ -291,7 +290,7 @@ async def test_worker_elsewhere_that_keeps_ending_ends_the_run(
 
 
 async def test_worker_that_stops_gives_its_rollouts_back(tmp_path: Path) -> None:
-    async with _runner(tmp_path, "slow", max_attempts=2, timeout_s=30.0) as runner:
+    async with open_runner(tmp_path, "slow", max_attempts=2, timeout_s=30.0) as runner:
         queue = runner.gateway.work
         runner = replace(runner, agent=WorkerPool(queue))
         server = Server(runner.gateway.url, runner.gateway.api_key)
@@ -322,7 +321,7 @@ async def test_worker_that_comes_back_late_is_not_counted(
 ) -> None:
     monkeypatch.setattr(worker, "beat_s", lambda lease_s: 30.0)  # no heartbeat in this test
     caplog.set_level("INFO", "lightning_jax")
-    async with _runner(tmp_path, "slow", max_attempts=1, max_infrastructure_failures=1.0) as runner:
+    async with open_runner(tmp_path, "slow", max_attempts=1, max_infrastructure_failures=1.0) as runner:
         path = tmp_path / "late.py"
         path.write_text(
             "import asyncio\n\nasync def run(task, llm):\n    await asyncio.sleep(1)\n    return 1"
@@ -336,7 +335,7 @@ async def test_worker_that_comes_back_late_is_not_counted(
 
 async def test_metrics_without_a_value_pass_a_worker(tmp_path: Path) -> None:
     async with (
-        _runner(tmp_path, "without_values") as runner,
+        open_runner(tmp_path, "without_values") as runner,
         _joined(runner, AgentConfig(f"{TOY}:without_values"), f"{TOY}:without_values") as joined,
     ):
         rollouts = [
@@ -361,7 +360,7 @@ async def test_worker_without_a_tasks_path_lets_others_try(tmp_path: Path) -> No
     (tmp_path / "db").touch()
     task = {**TASKS[0], "db": str(tmp_path / "db")}
     async with (
-        _runner(tmp_path, "measured", max_attempts=1, max_infrastructure_failures=1.0) as runner,
+        open_runner(tmp_path, "measured", max_attempts=1, max_infrastructure_failures=1.0) as runner,
         _joined(runner, AgentConfig(f"{TOY}:measured"), f"{TOY}:measured") as joined,
     ):
         (rollout,) = await run_requests(make_requests([task], "train", 0, 1), joined)
@@ -383,7 +382,7 @@ async def test_worker_without_a_tasks_path_lets_others_try(tmp_path: Path) -> No
 async def test_refused_worker_ends_with_a_sentence(
     tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
-    async with _runner(tmp_path, "measured") as runner:
+    async with open_runner(tmp_path, "measured") as runner:
         server = Server(runner.gateway.url, changes.get("key", runner.gateway.api_key))
         agent = load_agent(f"{TOY}:measured")
         async with runner.gateway.work.opened({}, 30.0):
@@ -394,7 +393,7 @@ async def test_refused_worker_ends_with_a_sentence(
 async def test_worker_waits_for_a_server_that_starts_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, engine = _model_and_engine()
+    model, engine = model_and_engine()
     agent, working = load_agent(f"{TOY}:measured"), None
     serve = replace(SERVE, api_key="k")
     for step in range(2):

@@ -102,16 +102,16 @@ def _config(model_dir: Path, run_dir: Path, **warmup: object) -> Config:
         optimizer=OptimizerConfig(learning_rate=1e-2),
         stop=stop,
     )
-    return Config(
-        run_dir=str(run_dir),
+    return toy_config(
+        model_dir,
+        run_dir,
         num_steps=2,
-        model=ModelConfig(name=str(model_dir)),
-        serve=ServeConfig(slots=16, max_len=64, prefill_buckets=(32,)),
-        agent=AgentConfig(f"{TOY}:run"),
         rollout=RolloutConfig(tasks_per_step=2, group_size=4),
         batch=BatchConfig(rows=8, row_len=64, max_targets=64, head_chunk=64),
+        optimizer=OptimizerConfig(),
         eval=EvalConfig(every=0, num_tasks=4, at_start=True),
         checkpoint=CheckpointConfig(every=100),
+        mesh=MeshConfig(),
         warmup=replace(made, **warmup),
     )
 
