@@ -104,7 +104,6 @@ async def test_cancel_frees_the_slot_and_keeps_what_was_sampled(bench: Bench):
     cancelled = await running[0].result()
     assert cancelled.finish_reason == "cancelled" and 1 <= len(cancelled.token_ids) < 90
     await waiting.result()
-    assert all(len(generation._chunks) < 90 for generation in running[1:])
     late = bench.loop.submit(bench.ids("v"), greedy(90))
     late.cancel()
     assert (await late.result()).finish_reason == "cancelled"
@@ -244,7 +243,7 @@ async def test_a_grammar_that_is_wrong_is_refused_and_a_failing_one_fails_alone(
         bench.loop.submit([1], greedy(logit_bias=((259, 1.0),)))
     assert (caught.value.key, caught.value.reason) == ("logit_bias", "out_of_range")
     assert "259" in str(caught.value) and "258" in str(caught.value)
-    assert len(bench.loop._intake) == 0
+    assert bench.loop.stats()["serve/queue_depth"] == 0
     unknown = bench.loop.submit([1], greedy(grammar="start: nothing"))
     endless = bench.loop.submit([1], greedy(grammar='start: "a" start'))
     other = bench.loop.submit([1], greedy(12))
