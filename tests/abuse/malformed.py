@@ -1,4 +1,4 @@
-"""Requests that are nearly right, made from a seed: bodies with wrong parts, odd headers, encodings.
+"""Requests that are nearly right, made from a seed: bodies with wrong parts, odd headers, codings.
 
 The standard library is enough for them, so that the process of an attacker can make them.
 """

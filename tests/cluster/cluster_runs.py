@@ -20,9 +20,7 @@ def settings(ray_cluster: Any, folder: Path, **changes: Any) -> Config:
         save_hf(model, MODEL)
     usual: dict[str, Any] = {
         "num_steps": 6,
-        "rollout": RolloutConfig(
-            tasks_per_step=4, group_size=8, concurrency=32, retry_delay_s=0.1
-        ),
+        "rollout": RolloutConfig(tasks_per_step=4, group_size=8, concurrency=32, retry_delay_s=0.1),
         "optimizer": OptimizerConfig(learning_rate=5e-2),
         "cluster": ClusterConfig(ray_cluster.address, samplers=2, sampler_resources=SAMPLER),
     }

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,12 @@ from lightning_jax.cluster import placing
 from lightning_jax.cluster.actor import SamplerActor
 from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import ray_session
-from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
-from lightning_jax.rl.config import BatchConfig, OptimizerConfig
+from lightning_jax.models.config import LoraConfig, PolicyConfig
 from lightning_jax.rollouts.agents.outcome import SERVER_LOST
-from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
+from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
 from lightning_jax.train.loop.startup import open_run
 from lightning_jax.train.loop.trainer import train
 from lightning_jax.types import LLM, Task

@@ -35,6 +35,7 @@ from lightning_jax.traces.store import CRASH, STOP, Store
 from lightning_jax.train.watch.monitors import findings
 from lightning_jax.types import LLM, Rollout, Task
 
+
 async def _one(runner: Runner) -> Rollout:
     (rollout,) = await run_requests(make_requests(TASKS[:1], "train", 0, 1), runner)
     return rollout

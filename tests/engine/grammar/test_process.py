@@ -72,17 +72,19 @@ def test_crash_ends_one_grammar_only() -> None:
     assert matcher.forced in TINY.eos_ids
 
 
-def test_time_limit_ends_compilation() -> None:
-    compiler = GrammarCompiler(TINY, limits=GrammarLimits(timeout_s=0.2))
-    reason, text = refusal(compiler, HUGE)
-    assert reason == "time" and "serve.grammar_timeout_s" in text
-
-
-@pytest.mark.skipif(os.uname().sysname != "Linux", reason="the limit of memory is Linux's")
-def test_memory_limit_ends_compilation() -> None:
-    compiler = GrammarCompiler(TINY, limits=GrammarLimits(timeout_s=60.0, memory_mib=64.0))
-    reason, text = refusal(compiler, HUGE)
-    assert reason == "memory" and "serve.grammar_memory_mib" in text
+@pytest.mark.parametrize(
+    ("limits", "reason", "setting"),
+    [
+        (GrammarLimits(timeout_s=0.2), "time", "serve.grammar_timeout_s"),
+        pytest.param(
+            *(GrammarLimits(timeout_s=60.0, memory_mib=64.0), "memory", "serve.grammar_memory_mib"),
+            marks=pytest.mark.skipif(os.uname().sysname != "Linux", reason="it is Linux's"),
+        ),
+    ],
+)
+def test_a_limit_ends_compilation(limits: GrammarLimits, reason: str, setting: str) -> None:
+    found, text = refusal(GrammarCompiler(TINY, limits=limits), HUGE)
+    assert found == reason and setting in text
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,9 @@ def test_expected_gradient_is_that_of_the_reverse_kl(loss: str):
 
     def reverse_kl(logits: jax.Array) -> jax.Array:
         log_p = jax.nn.log_softmax(logits)
-        return 3.0 * (jnp.exp(log_p) * (log_p - jnp.log(jnp.asarray(TEACHER_OF_3, jnp.float32)))).sum()
+        return (
+            3.0 * (jnp.exp(log_p) * (log_p - jnp.log(jnp.asarray(TEACHER_OF_3, jnp.float32)))).sum()
+        )
 
     expected = jax.grad(reverse_kl)(log_policy[0])
     np.testing.assert_allclose(jax.grad(sampled)(log_policy[0]), expected, atol=1e-6)

@@ -321,7 +321,9 @@ async def test_worker_that_comes_back_late_is_not_counted(
 ) -> None:
     monkeypatch.setattr(worker, "beat_s", lambda lease_s: 30.0)  # no heartbeat in this test
     caplog.set_level("INFO", "lightning_jax")
-    async with open_runner(tmp_path, "slow", max_attempts=1, max_infrastructure_failures=1.0) as runner:
+    async with open_runner(
+        tmp_path, "slow", max_attempts=1, max_infrastructure_failures=1.0
+    ) as runner:
         path = tmp_path / "late.py"
         path.write_text(
             "import asyncio\n\nasync def run(task, llm):\n    await asyncio.sleep(1)\n    return 1"
@@ -360,7 +362,9 @@ async def test_worker_without_a_tasks_path_lets_others_try(tmp_path: Path) -> No
     (tmp_path / "db").touch()
     task = {**TASKS[0], "db": str(tmp_path / "db")}
     async with (
-        open_runner(tmp_path, "measured", max_attempts=1, max_infrastructure_failures=1.0) as runner,
+        open_runner(
+            tmp_path, "measured", max_attempts=1, max_infrastructure_failures=1.0
+        ) as runner,
         _joined(runner, AgentConfig(f"{TOY}:measured"), f"{TOY}:measured") as joined,
     ):
         (rollout,) = await run_requests(make_requests([task], "train", 0, 1), joined)
