@@ -173,7 +173,8 @@ def taught_batch(top: TopTokens | None = None) -> tuple[jax.Array, Batch]:
     ints, one = jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2))
     mask = jnp.asarray([[True, False]])
     teacher = TeacherBatch(-1.5 * one, 4.0 * one, top)
-    batch = Batch(*[ints] * 5, mask, ints, -one, 2.0 * one, 0.5 * one, teacher=teacher)
+    five = (ints, ints, ints, ints, ints)
+    batch = Batch(*five, mask, ints, -one, 2.0 * one, 0.5 * one, teacher=teacher)
     return one, batch
 
 

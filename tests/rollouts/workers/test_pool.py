@@ -207,7 +207,8 @@ async def test_rollouts_of_a_killed_worker_run_elsewhere_and_count_once(
     async with _local(tmp_path, config, 2) as runner:
         requests = make_requests(_hanging(tmp_path), "train", 0, 1)
         running = asyncio.create_task(run_requests(requests, runner))
-        killed = (await until(lambda: len(_notes(tmp_path)) == 3 and _notes(tmp_path)))["t0"]
+        await until(lambda: len(_notes(tmp_path)) == 3)
+        killed = _notes(tmp_path)["t0"]
         lost = {task for task, pid in _notes(tmp_path).items() if pid == killed}
         os.kill(killed, signal.SIGKILL)
         for path in tmp_path.glob("t*-*"):  # end the others
