@@ -116,7 +116,7 @@ def body_of_wide_arrays(attacker: Attacker) -> int:
     return attacker.post(CHAT, b'{"model": "policy", "messages": ' + wide + b"}")[0]
 
 
-@refused(400)
+@refused(413)
 def body_of_brackets(attacker: Attacker) -> int:
     return attacker.post(CHAT, b"[" * 4_000_000)[0]
 
