@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import aiohttp
 import openai
 import pytest
-from gateway_bench import Bench, Connect, MakeBench
+from gateway_bench import BODY, Bench, Connect, MakeBench
 from log_events import records
 from waiting import until
 
@@ -25,11 +25,6 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.types import Rollout
 
-BODY: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": "Say something."}],
-    "max_tokens": 8,
-}
 LONG: dict[str, Any] = BODY | {"max_tokens": 480, "seed": 1}
 
 

@@ -1,22 +1,14 @@
 """Tests of the limits of one rollout, and that other rollouts are served meanwhile."""
 
 import asyncio
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from gateway_bench import Bench, Connect, MakeBench
+from gateway_bench import BODY, LONG, Bench, Connect, MakeBench
 from waiting import until
 
 from lightning_jax.gateway.calls.responder import Responder
 from lightning_jax.gateway.dialects import openai_chat
-
-BODY: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": "Say something."}],
-    "max_tokens": 8,
-}
-LONG: dict[str, Any] = BODY | {"max_tokens": 480, "logit_bias": {"258": -100}}  # never ends early
 
 
 async def test_calls_over_a_rollouts_limit_are_refused(make_bench: MakeBench) -> None:

@@ -4,16 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from gateway_bench import Bench
+from gateway_bench import BODY, Bench
 from waiting import until
 
 from lightning_jax.types import Rollout
-
-BODY: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": "Say something."}],
-    "max_tokens": 4,
-}
 
 
 async def _status(bench: Bench, **to: Any) -> int:
