@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from engine_bench import SERVE, Bench, full_logprobs, greedy
 
 from lightning_jax.engine import batcher
 from lightning_jax.engine.config import ServeConfig
@@ -17,13 +18,6 @@ from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.testing.tiny import tiny_model, tiny_policies
-
-from .conftest import SERVE, Bench
-from .device.test_slots import full_logprobs
-
-
-def greedy(max_tokens: int = 10, **settings) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **settings)
 
 
 async def test_more_requests_than_slots_give_what_each_gives_alone(bench: Bench):
