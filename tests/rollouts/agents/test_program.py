@@ -586,13 +586,25 @@ def there(path: Path, function: str, python: str = sys.executable) -> Agent:
     return make_agent(AgentConfig(f"{path}:{function}", python=python))
 
 
+NO_VALUES = (
+    "null/f1",
+    "not_finite/em",
+    *(f"wrong_type/{n}" for n in ("pair", "loop", "broken", "log")),
+)
+
+
 @pytest.mark.parametrize(
     ("function", "metrics"),
     [
         ("measured", {"urls": 1.0}),
         ("plain", {"urls": 1.0}),
         ("numbers", {"n": 3.0}),  # numpy's
+        ("named", {}),  # by which it can be imported
         ("traced", {}),  # below the rollout's span
+        (
+            "without_values",
+            {"n": 3.0, "('a', 'b')": 0.5} | {f"dropped_metrics/{n}": 1.0 for n in NO_VALUES},
+        ),
     ],
 )
 async def test_a_function_runs_in_another_interpreter(
@@ -601,23 +613,6 @@ async def test_a_function_runs_in_another_interpreter(
     rollout = await rolled_out(tmp_path, there(other_agents, function))
     assert (rollout.status, rollout.reward) == ("scored", 1.0), rollout.detail
     assert rollout.metrics == metrics
-
-
-async def test_there_it_has_the_name_by_which_it_can_be_imported(
-    other_agents: Path, tmp_path: Path
-) -> None:
-    assert (await rolled_out(tmp_path, there(other_agents, "named"))).reward == 1.0
-
-
-async def test_metrics_without_a_value_cost_no_reward_there(
-    other_agents: Path, tmp_path: Path
-) -> None:
-    rollout = await rolled_out(tmp_path, there(other_agents, "without_values"))
-    assert (rollout.status, rollout.reward) == ("scored", 1.0), rollout.detail
-    reasons = {"null/f1", "not_finite/em"}
-    reasons |= {f"wrong_type/{name}" for name in ("pair", "loop", "broken", "log")}
-    counts = {f"dropped_metrics/{reason}": 1.0 for reason in reasons}
-    assert rollout.metrics == {"n": 3.0, "('a', 'b')": 0.5, **counts}
 
 
 @pytest.mark.parametrize(
