@@ -77,20 +77,15 @@ ARGUMENTS = {  # later options win
 NEEDED = {"docs/howto/learn_from_stored_attempts.md": "docs/howto/rewards_from_judges.md"}
 REPEATS = {"tasks.jsonl": 20}  # a page shows two of a few hundred tasks
 SHORTER = {"my_loop.py": {"smollm2-135m-instruct": "tiny", "range(5)": "range(1)"}}
+ALL = "gateway/dialects/all.py"
 # Edits of the package that a page asks for: its file, the line after which, and the new lines.
 EDITS = {
     "docs/howto/add_a_client_api.md": [
         ("gateway/dialects/plain.py", "", ("python", 0)),
-        (
-            "gateway/dialects/all.py",
-            '"""All dialects that the gateway serves."""\n',
-            "\nfrom lightning_jax.gateway.dialects.plain import PLAIN\n",
-        ),
-        ("gateway/dialects/all.py", "DIALECTS = (\n", "    PLAIN,\n"),
+        (ALL, "import PolicyRequest\n", "from lightning_jax.gateway.dialects.plain import PLAIN\n"),
+        (ALL, "DIALECTS = (\n", "    PLAIN,\n"),
     ],
-    "docs/howto/add_a_model_family.md": [
-        ("models/formats/families.py", "FAMILIES = {\n", ("", 0)),
-    ],
+    "docs/howto/add_a_model_family.md": [("models/formats/families.py", "FAMILIES = {\n", ("", 0))],
 }
 
 
