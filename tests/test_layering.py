@@ -53,8 +53,8 @@ INNER = {
         *("jetstream", "replicas", "engine", "by_policy"),
     ),
     "traces": (
-        *("config", "attributes", "tasks", "context", "otlp", "tree", "rewards", "roles"),
-        *("_groups", "_sqlite", "store", "convert", "listing", "trajectories"),
+        *("config", "attributes", "context", "otlp", "tree", "rewards", "roles"),
+        *("_sqlite", "rows", "_spans", "store", "convert", "listing", "trajectories"),
     ),
     "rl": (
         *("config", "algorithms", "choices", "sequence", "token_weights", "gae", "scope"),
@@ -125,3 +125,9 @@ def test_only_serve_jetstream_imports_jetstream() -> None:
         if "import jetstream" in path.read_text() or "from jetstream" in path.read_text()
     }
     assert users == {"engine/jetstream/engine.py"}
+
+
+def test_only_a_setting_names_the_loop_of_jetstream() -> None:
+    paths = PACKAGE.rglob("*.py")
+    users = {path.parent for path in paths if "jetstream" in _imports(path, "lightning_jax.engine")}
+    assert users == {PACKAGE / "engine/jetstream"}

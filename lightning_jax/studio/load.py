@@ -14,7 +14,6 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.build import newest_first, view_rollout, view_run
@@ -220,9 +219,7 @@ class RunReader:
         of_groups = [found for name in names for found in self._store.rollouts(group_id=name)]
         rollouts = trained_on(of_groups or self._store.rollouts(phase="train", step=step))
         ids = {rollout.rollout_id for rollout in rollouts}
-        trajectories, _ = to_trajectories(
-            self._store, rollouts, policy_version=step, reader=self._trace_reader
-        )
+        trajectories = self._trace_reader.read(self._store, rollouts).trained
         found = step_credit(trajectories, config.algorithm, step=step, policies=config.policies)
         num_open = sum(rollout.status in ("queued", "running") for rollout in rollouts)
         if num_open == 0:

@@ -189,11 +189,11 @@ async def test_two_runs_of_one_name_do_not_share_samplers(
     """Their directories are on machines of their own, so no lock is shared."""
     monkeypatch.setattr(placing, "FREED_S", 0.0)
     config = settings(cluster, tmp_path)
-    kind = placing.Kind("sampler", SamplerActor, 2, SAMPLER, 60.0)
     with ray_session(config.cluster) as ray:
-        other, _ = await placing.place(ray, kind, 0, str(tmp_path / "run"), ())
+        actor = SamplerActor, 0, str(tmp_path / "run"), ()
+        other, _ = await placing.start_actor(ray, config.cluster, *actor)
         with raises_coded(ConfigError, "claimed", "run_dir"):
-            await placing.place(ray, kind, 0, str(tmp_path / "run"), ())
+            await placing.start_actor(ray, config.cluster, *actor)
         ray.kill(other)
 
 

@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
 from lightning_jax.models.mesh import batch_sharding, make_mesh, serving_mesh
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.sharding import cache_sharding, param_shardings
-from lightning_jax.models.transformer import forward, init_cache, init_params, unembed
+from lightning_jax.models.transformer import forward, init_params, unembed
 from lightning_jax.rl.config import BatchConfig, OptimizerConfig
 from lightning_jax.rl.update.updater import Updater
 from lightning_jax.settings import ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.models.formats.find import load_tokenizer
 from lightning_jax.rollouts.config import RewardConfig
-from lightning_jax.rollouts.rewards.scoring import Scorer, make_scorer
+from lightning_jax.rollouts.rewards.scoring import RewardScorer, make_scorer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
@@ -97,7 +97,7 @@ async def _rescored(
 
 
 @asynccontextmanager
-async def _open_scorer(config: Config, store: Store) -> AsyncIterator[Scorer]:
+async def _open_scorer(config: Config, store: Store) -> AsyncIterator[RewardScorer]:
     """Yield a scorer, and serve the initial weights as long as a judge needs them."""
     async with AsyncExitStack() as at_end:
         gateway = None

@@ -22,7 +22,7 @@ from lightning_jax.rollouts.rewards.verdicts import transcript_text, without_mid
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, TooManyFailures, run_requests
 from lightning_jax.system.packages import import_optional
 from lightning_jax.system.threads import run_in_thread
-from lightning_jax.traces.tasks import shorten_task
+from lightning_jax.traces.rows import shorten_task
 from lightning_jax.train.config import Config
 from lightning_jax.train.prompts.choice import choose_tasks, halves, one_sided_p, replaces
 from lightning_jax.train.prompts.chosen import Chosen

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_jax.rollouts.rewards.scoring import Scorer
+from lightning_jax.rollouts.rewards.scoring import RewardScorer
 from lightning_jax.rollouts.runner import group_id
 from lightning_jax.traces.store import Store
 from lightning_jax.types import Metrics, Rollout, Task
@@ -173,7 +173,7 @@ def newest_complete(groups: Sequence[Group], number: int) -> list[Group] | None:
 
 
 def start_scoring(
-    scorer: Scorer | None,
+    scorer: RewardScorer | None,
     task: Task,
     running: Sequence[asyncio.Future[Rollout]],
     on_done: Callable[[], None],

@@ -20,7 +20,6 @@ from lightning_jax.rl.advantages import stands_out
 from lightning_jax.rl.batches.batching import make_supervised_sequences
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.conditions import Condition, Value, parse_condition
-from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.trajectories import TraceReader
@@ -225,9 +224,9 @@ def stored_attempts(
     """Return the attempts of `stored_steps` and those that no step took, in order."""
     attempts = []
     for rollouts in stored_steps(store, phase, rescored, only_trained=False):
-        made, _ = to_trajectories(store, rollouts, policy_version=0, reader=reader)
         by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-        attempts += [Attempt(by_id[t.rollout_id], t) for t in made]
+        trajectories = reader.read(store, rollouts).trained
+        attempts += [Attempt(by_id[t.rollout_id], t) for t in trajectories]
     return attempts
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from lightning_jax.settings.loading import part_of
-from lightning_jax.traces.tasks import free_name, is_unnamed
+from lightning_jax.traces.rows import free_name, is_unnamed
 from lightning_jax.train.tasks.record_files import SUFFIXES, DatasetError, read_records
 from lightning_jax.types import Task
 

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.formats import huggingface
 from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.models.formats.param_names import unflatten
 from lightning_jax.models.lora import merged, overlay, write_peft
 from lightning_jax.models.shape import DecoderConfig, Execution
-from lightning_jax.models.transformer import forward, init_cache, unembed
+from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.testing.tiny import tiny_tokenizer
 
 GOLDEN = Path(__file__).parent
