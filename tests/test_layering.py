@@ -22,15 +22,16 @@ ROOMS = (
         "gateway",
         "rollouts",
         "environments",
-        "cluster",
+        "train",
     ),
-    *("train", "studio", "cli", "__main__", "testing"),
+    *("cluster", "studio", "cli", "__main__", "testing"),
 )
 # Modules and rooms in a room, in the same order.
 INNER = {
     "settings": ("schema", "errors", "paths", "layers", "saved", "load", "loading"),
     "train": (
-        *("config", "directory", "sinks", "tasks", "state", "watch", "memory", "prompts", "loop"),
+        *("rules", "config", "directory", "hook", "sinks"),
+        *("tasks", "state", "watch", "memory", "prompts", "loop"),
     ),
     "rollouts": (
         *("config", "agents", "workers", "rewards", "results"),

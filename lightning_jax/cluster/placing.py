@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_jax.cluster.actor import ClusterProcess
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import actor_options, room_in_words
 from lightning_jax.settings import ConfigError
+from lightning_jax.train.config import ClusterConfig
 
 FREED_S = 30.0  # for the name of a process that has just ended
 

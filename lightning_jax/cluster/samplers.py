@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_jax.cluster.actor import SamplerActor
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.delivery import Parcel, Receipt, store_parcel
 from lightning_jax.cluster.placing import end_actors, last_line, result_of, start_actor
 from lightning_jax.cluster.ray_session import ClusterError
@@ -26,6 +25,7 @@ from lightning_jax.rollouts.servers import OpenedRollout
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.clock import backoff_s
 from lightning_jax.traces.store import Store
+from lightning_jax.train.config import ClusterConfig
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from types import FrameType
 from typing import Any
 
 from lightning_jax.cluster.actor import TrainerActor
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.placing import end_actors, last_line, result_of, start_actor
 from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.system.child_process import ChildProcess
 from lightning_jax.system.network import free_port
 from lightning_jax.system.process_state import handle_stop_signals
+from lightning_jax.train.config import ClusterConfig
 
 log = logging.getLogger(__name__)
 

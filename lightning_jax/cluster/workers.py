@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from lightning_jax.cluster.actor import WorkerActor
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.placing import end_actors, last_line, result_of, start_actor
 from lightning_jax.rollouts.workers.pool import OtherMachines, StartedWorker
+from lightning_jax.train.config import ClusterConfig
 
 log = logging.getLogger(__name__)
 

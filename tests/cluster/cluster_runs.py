@@ -5,11 +5,10 @@ from typing import Any
 
 from toy_runs import MODEL, toy_config
 
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.models.formats.load import save_hf
 from lightning_jax.rl.config import OptimizerConfig
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.train.config import Config
+from lightning_jax.train.config import ClusterConfig, Config
 
 SAMPLER = {"sampler": 1.0}  # a resource of the second and the third node, see simulated_nodes.py
 

@@ -22,7 +22,6 @@ from waiting import until
 
 from lightning_jax.cluster import placing
 from lightning_jax.cluster.actor import SamplerActor
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import ray_session
 from lightning_jax.models.config import LoraConfig, PolicyConfig
 from lightning_jax.rollouts.agents.outcome import SERVER_LOST
@@ -30,6 +29,7 @@ from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
+from lightning_jax.train.config import ClusterConfig
 from lightning_jax.train.loop.startup import open_run
 from lightning_jax.train.loop.trainer import train
 from lightning_jax.types import LLM, Task

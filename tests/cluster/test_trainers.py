@@ -5,9 +5,9 @@ import signal
 import pytest
 from coded import raises_coded
 
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.cluster.trainers import ProcessExit, Trainers, find_cause
+from lightning_jax.train.config import ClusterConfig
 
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 

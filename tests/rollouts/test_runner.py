@@ -32,7 +32,7 @@ from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.results.metrics import rollout_metrics
 from lightning_jax.rollouts.runner import Runner, TooManyFailures, make_requests, run_requests
 from lightning_jax.traces.store import CRASH, STOP, Store
-from lightning_jax.train.watch.monitors import findings
+from lightning_jax.train.watch.findings import findings
 from lightning_jax.types import LLM, Rollout, Task
 
 

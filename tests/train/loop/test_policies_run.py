@@ -133,5 +133,7 @@ def test_a_plan_has_room_for_all_adapters(model_dir: Path, tmp_path: Path) -> No
         for each in (one, three)
     ]
     assert sizes[1] == 3 * sizes[0]
-    for lowered in lower_step(phase_updater(model, config, supervised=False), config):
+    for lowered in lower_step(
+        phase_updater(model, config, supervised=False), config.model.dtype, config.distill
+    ):
         assert "func" in lowered.as_text()
