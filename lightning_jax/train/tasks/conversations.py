@@ -18,7 +18,6 @@ from lightning_jax.gateway.fields import (
     harmless,
     has_surrogates,
     is_deep,
-    read,
 )
 from lightning_jax.gateway.prompt.messages import normalize_messages
 from lightning_jax.rollouts.agents.outcome import outcome_of_error
@@ -151,7 +150,7 @@ def _read_conversation(conversation: Any, where: str) -> Demonstration:
         ]
         entries = {name: record[name] for name in record if name in RecordFields.model_fields}
         rest = {name: _as_sent(entries[name], name) for name in entries if name != "messages"}
-        fields = read(RecordFields, {**rest, "messages": record["messages"]})
+        fields = RecordFields.read({**rest, "messages": record["messages"]})
         plain = normalize_messages(fields.messages)
         tools = [function.as_tool() for function in functions_of(fields.tools)]
     marks = [_marks(m, f"{where}.messages[{index}]") for index, m in enumerate(fields.messages)]
@@ -172,7 +171,7 @@ def _read_conversation(conversation: Any, where: str) -> Demonstration:
 
 def _marks(message: Any, where: str) -> MarkFields:
     with named(where):
-        return read(MarkFields, message)
+        return MarkFields.read(message)
 
 
 def _as_sent(value: Any, where: str) -> Any:

@@ -4,6 +4,9 @@ A retry joins its first try, with one sample and one span, and other calls do no
 """
 
 import asyncio
+import gc
+import threading
+import weakref
 from typing import Any
 
 import openai
@@ -14,6 +17,8 @@ from waiting import until
 
 from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import Answer, Delta
+from lightning_jax.gateway.calls import responder
+from lightning_jax.gateway.calls.offload import INLINE_BYTES
 from lightning_jax.gateway.dialects.base import ReplyContext
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.sessions import running_calls
@@ -33,14 +38,14 @@ DELTAS = [Delta(0, text, (), None) for text in "abc"]
 
 def _shared(gate: asyncio.Event) -> RunningCall:
     async def work(running: RunningCall) -> tuple[Answer, ...]:
-        running.accept()
+        running.accept(CONTEXT)
         for delta in DELTAS:
             await asyncio.sleep(0)
             running.emit(delta)
         await gate.wait()
         return ANSWERS
 
-    return RunningCall(work, CONTEXT)
+    return RunningCall(work)
 
 
 async def _texts(call: RunningCall) -> str:
@@ -64,7 +69,7 @@ async def test_a_refused_call_raises_for_all() -> None:
     async def work(running: RunningCall) -> tuple[Answer, ...]:
         raise invalid("no", "x", reason="conflict")
 
-    call = RunningCall(work, CONTEXT)
+    call = RunningCall(work)
     for ask in (call.accepted, call.answers):
         with pytest.raises(ApiError) as caught:
             await ask()
@@ -131,7 +136,7 @@ async def test_a_repetition_of_a_call_that_failed_joins_no_other() -> None:
         raise ApiError(429, "queue_full", "the queue is full.")
 
     gate, calls = asyncio.Event(), RunningCalls(2**20)
-    failed, sibling = RunningCall(refused, _shared(gate).context), _shared(gate)
+    failed, sibling = RunningCall(refused), _shared(gate)
     calls.add("a", failed)
     calls.add("a", sibling)
     await asyncio.wait([failed.task])
@@ -140,6 +145,23 @@ async def test_a_repetition_of_a_call_that_failed_joins_no_other() -> None:
     assert calls.find("a") is sibling
     gate.set()
     await sibling.answers()
+
+
+async def test_a_call_that_failed_is_not_kept_beside_others() -> None:
+    async def refused(*_: Any) -> Any:
+        raise invalid("no", "x", reason="conflict")
+
+    gate, calls = asyncio.Event(), RunningCalls(2**20)
+    calls.add("a", _shared(gate))
+    failed = RunningCall(refused)
+    calls.add("b", failed)
+    await asyncio.wait([failed.task])
+    await asyncio.sleep(0)
+    reference = weakref.ref(failed)
+    del failed
+    gc.collect()
+    assert reference() is None
+    gate.set()
 
 
 async def test_repetitions_join_different_abandoned_calls() -> None:
@@ -194,6 +216,27 @@ async def test_a_retry_joins_the_call_that_runs(bench: Bench) -> None:
     other = await bench.post(streamed | {"stream": False}, base=base)
     assert _text(other[1]) != _text(again[1])  # not a retry, so a separate call
     assert bench.gateway.stats()["serve/joined_calls"] == 1
+
+
+async def test_a_retry_joins_the_call_that_is_being_rendered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, go_on, render = list[str](), threading.Event(), responder.render_prompt
+
+    def slow(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        assert go_on.wait(20)
+        return render(*arguments)
+
+    monkeypatch.setattr(responder, "render_prompt", slow)
+    base, large = bench.rollout().base_url, BODY | {"metadata": {"note": "x" * INLINE_BYTES}}
+    first = asyncio.create_task(bench.post(large, base=base))
+    await until(lambda: len(threads) == 1)
+    again = asyncio.create_task(bench.post(large, base=base, **{"x-stainless-retry-count": "1"}))
+    await until(lambda: bench.gateway.stats()["serve/joined_calls"] == 1)
+    go_on.set()
+    assert (await again)[1]["id"] == (await first)[1]["id"]
+    assert len(threads) == len(bench.store.spans("r1")) == 1
 
 
 async def test_a_retry_gets_the_answer_that_came_too_late(bench: Bench) -> None:
