@@ -1,6 +1,7 @@
 """Pages of the documentation, their blocks of code and the commands in these.
 
-A comment such as `<!-- not run: needs a TPU -->` applies to the block that follows it.
+Comments apply to the block that follows them: `<!-- not run: needs a TPU -->`, `<!-- file: agent.py
+-->` if the block is a file of the reader's, and `<!-- more of: agent.py -->` if it is added to one.
 """
 
 import re
@@ -18,6 +19,7 @@ PAGES = sorted(
 GENERATED = ("docs/settings.md", "docs/python_api.md", "docs/reference/")
 WRITTEN = [page for page in PAGES if not page.startswith(GENERATED)]
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->", re.S)
+MARK = re.compile(r"<!-- (not run|file|more of): ((?:(?!-->).)+?) -->\s*\Z", re.S)
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)
 INDENTED = re.compile(r"(?:^\n|\A)((?:    [^\n]*\n)(?:\n*    [^\n]*\n)*)", re.M)
 SHELL = ("indented", "bash", "sh")
@@ -35,8 +37,13 @@ class Block:
     page: str
     language: str
     code: str
-    reason: str | None
-    """Why its commands are not run."""
+    marks: dict[str, str]
+    """The comments before it: `not run`, `file` and `more of`."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why its commands are not run."""
+        return self.marks.get("not run")
 
 
 @dataclass(frozen=True)
@@ -70,16 +77,18 @@ def blocks(page: str) -> list[Block]:
     for match in INDENTED.finditer(prose):
         found.append((match.start(1), "indented", textwrap.dedent(match[1])))
     return [
-        Block(page, language, code, _reason(whole[:start]))
+        Block(page, language, code, _marks(whole[:start]))
         for start, language, code in sorted(found)
     ]
 
 
-def _reason(before: str) -> str | None:
-    """Return the reason in a comment at the end of the text before a block."""
-    _, marker, rest = before.rpartition("<!-- not run:")
-    match = re.fullmatch(r"<!-- not run: (.+?) -->\s*", marker + rest, re.S)
-    return match[1] if match else None
+def _marks(before: str) -> dict[str, str]:
+    """Return the comments at the end of the text before a block, by their kind."""
+    marks = {}
+    while match := MARK.search(before):
+        marks[match[1]] = match[2]
+        before = before[: match.start()]
+    return marks
 
 
 def fenced(page: str, *languages: str) -> list[str]:

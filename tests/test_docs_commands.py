@@ -73,58 +73,19 @@ ARGUMENTS = {  # later options win
     "benchmarks/load.py": ["--agents", "4", "--rollouts", "8"],
     "benchmarks/retrieval.py": ["--paragraphs", "200", "--retrievers", "bm25"],
 }
-# The block of a page that is a file of the project, by its language and number. A third item is
-# another page, which has the block.
-AGENT = {"agent.py": ("python", 0)}
-JUDGES = "docs/howto/rewards_from_judges.md"
-FILES = {
-    "docs/frameworks/autogen.md": AGENT,
-    "docs/frameworks/langgraph.md": AGENT,
-    "docs/frameworks/openai_agents.md": AGENT,
-    "docs/frameworks/planner_and_worker.md": AGENT,
-    "docs/get_started/your_own_agent.md": AGENT | {"tasks.jsonl": ("json", 0)},
-    "docs/howto/add_a_credit_scheme.md": {
-        "my_credit.py": ("python", 0),
-        "my_baseline.py": ("python", 2),
-    },
-    "docs/howto/add_a_hook.md": {"my_hook.py": ("python", 0)},
-    "docs/howto/add_a_loss.md": {"my_loss.py": ("python", 0)},
-    "docs/howto/add_a_metric_sink.md": {"my_sink.py": ("python", 0)},
-    "docs/howto/bring_your_own_tasks.md": {"my_tasks.py": ("python", 0)},
-    "docs/howto/change_scheduling.md": {"schedule.py": ("python", 0)},
-    "docs/howto/learn_from_hints.md": {"agent.py": ("python", 0)},
-    "docs/howto/learn_from_stored_attempts.md": {
-        "other.yaml": ("yaml", 0, JUDGES),
-        "rewards.py": ("python", 0, JUDGES),
-        "grammar.yaml": ("", 0, JUDGES),
-    },
-    JUDGES: {
-        "other.yaml": ("yaml", 0),
-        "rewards.py": ("python", 0),
-        "grammar.yaml": ("", 0),
-    },
-    "docs/howto/run_agents_in_workers.md": {"remote.yaml": ("yaml", 0)},
-    "docs/howto/warm_up_on_demonstrations.md": {"agent.py": ("python", 0)},
-    "docs/howto/write_your_own_loop.md": {"my_loop.py": ("python", 0)},
-}
-# The file gets more lines.
-APPENDED = {"docs/howto/learn_from_hints.md", "docs/howto/warm_up_on_demonstrations.md"}
+# Pages whose commands need the files of another page.
+NEEDED = {"docs/howto/learn_from_stored_attempts.md": "docs/howto/rewards_from_judges.md"}
 REPEATS = {"tasks.jsonl": 20}  # a page shows two of a few hundred tasks
 SHORTER = {"my_loop.py": {"smollm2-135m-instruct": "tiny", "range(5)": "range(1)"}}
+ALL = "gateway/dialects/all.py"
 # Edits of the package that a page asks for: its file, the line after which, and the new lines.
 EDITS = {
     "docs/howto/add_a_client_api.md": [
         ("gateway/dialects/plain.py", "", ("python", 0)),
-        (
-            "gateway/dialects/all.py",
-            '"""All dialects that the gateway serves."""\n',
-            "\nfrom lightning_jax.gateway.dialects.plain import PLAIN\n",
-        ),
-        ("gateway/dialects/all.py", "DIALECTS = (\n", "    PLAIN,\n"),
+        (ALL, "import PolicyRequest\n", "from lightning_jax.gateway.dialects.plain import PLAIN\n"),
+        (ALL, "DIALECTS = (\n", "    PLAIN,\n"),
     ],
-    "docs/howto/add_a_model_family.md": [
-        ("models/formats/families.py", "FAMILIES = {\n", ("", 0)),
-    ],
+    "docs/howto/add_a_model_family.md": [("models/formats/families.py", "FAMILIES = {\n", ("", 0))],
 }
 
 
@@ -183,11 +144,6 @@ def test_commands_run(page: str, project: Path, tmp_path: Path) -> None:
             shell.run(command)
 
 
-def _block(page: str, place: tuple[str, int] | tuple[str, int, str]) -> str:
-    language, number, *other_page = place
-    return fenced(*other_page or [page], language)[number]
-
-
 def _edited_package(page: str, folder: Path) -> Path:
     """Return the directory of the package, a copy if the page asks for edits."""
     if page not in EDITS:
@@ -197,7 +153,7 @@ def _edited_package(page: str, folder: Path) -> Path:
         path = folder / "clone/lightning_jax" / name
         before = path.read_text() if path.exists() else ""
         assert line in before
-        lines = added if isinstance(added, str) else _block(page, added)
+        lines = added if isinstance(added, str) else fenced(page, added[0])[added[1]]
         path.write_text(before.replace(line, line + lines, 1) if line else lines)
     return folder / "clone"
 
@@ -215,15 +171,18 @@ class Shell:
 
     def write_files(self) -> None:
         """Write the files of the page into the working directory, if that has a project."""
-        for name, place in FILES.get(self.page, {}).items():
+        if not (self.page and (self.folder / "config.yaml").exists()):
+            return
+        for block in blocks(NEEDED.get(self.page, self.page)):
+            name = block.marks.get("file") or block.marks.get("more of")
+            if name is None:
+                continue
             path = self.folder / name
-            if not (self.folder / "config.yaml").exists():
-                return
-            code = _block(self.page, place) * REPEATS.get(name, 1)
+            code = block.code * REPEATS.get(name, 1)
             for old, new in SHORTER.get(name, {}).items():
                 assert old in code
                 code = code.replace(old, new)
-            path.write_text(path.read_text() + "\n\n" + code if self.page in APPENDED else code)
+            path.write_text(code if "file" in block.marks else f"{path.read_text()}\n\n{code}")
         if self.page == "docs/howto/add_a_model_family.md" and self.model:
             path = self.model / "config.json"
             family = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}

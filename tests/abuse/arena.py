@@ -19,7 +19,7 @@ from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.service import Service
 from lightning_jax.types import LLM, Rollout
 
-SERVE = ServeConfig(slots=8, max_len=512, prefill_buckets=(32, 128), api_key="owner-key")
+SERVE = ServeConfig(slots=8, max_len=512, prefill_buckets=(32, 128), api_key="right-key")
 SEED = 11
 REFERENCE_S = 0.004  # duration on that core of the work in `slowdown`
 

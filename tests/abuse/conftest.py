@@ -4,14 +4,18 @@ A collection blocks the event loop too.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
+import aiohttp
 import pytest
-from arena import warm_engine
+from arena import SERVE, warm_engine
+from gateway_bench import Bench
 
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.system.memory import freeze_objects
+from lightning_jax.testing.service import Service, run_service
 from lightning_jax.testing.tiny import tiny_model
 
 
@@ -23,6 +27,20 @@ def model() -> LoadedModel:
 @pytest.fixture(scope="session")
 def engine(model: LoadedModel) -> SlotPrograms:
     return warm_engine(model)
+
+
+@pytest.fixture
+async def service(
+    model: LoadedModel, engine: SlotPrograms, tmp_path: Path
+) -> AsyncIterator[Service]:
+    async with run_service(tmp_path, model, engine, SERVE) as service:
+        yield service
+
+
+@pytest.fixture
+async def bench(service: Service, model: LoadedModel) -> AsyncIterator[Bench]:
+    async with aiohttp.ClientSession() as http:
+        yield Bench(service.gateway, service.loop, service.store, model, http)
 
 
 @pytest.fixture(autouse=True, scope="module")

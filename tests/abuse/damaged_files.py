@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 from gguf import GGUFValueType
+from gguf_models import ARRAY, FLAG, NUMBER, TEXT, write_gguf
 
-from lightning_jax.models.formats.load import LoadedModel, save_hf
-from lightning_jax.models.formats.param_names import flatten, named_params
+from lightning_jax.models.formats.load import save_hf
 from lightning_jax.rl.config import OptimizerConfig
 from lightning_jax.rl.update.train_state import TrainState, init_state, make_optimizer
 from lightning_jax.testing.tiny import tiny_model
@@ -57,49 +55,22 @@ def write_files(folder: Path) -> None:
         ("added_tokens.json", {"<|im_end|>": 258}),
     ):
         (directory / name).write_text(json.dumps(fields))
-    write_gguf(folder / GGUF, model)
+    _write_gguf(folder / GGUF)
     write_checkpoints(folder)
 
 
-def write_gguf(path: Path, model: LoadedModel, odd: Mapping[str, tuple[Any, ...]] = {}) -> None:
-    """Write the model as a GGUF file. `odd` has fields with other values: (value, type, ...)."""
-    shape, writer = model.config.shape, gguf.GGUFWriter(path, "llama")
+def _write_gguf(path: Path, odd: Mapping[str, tuple[Any, ...]] = {}) -> None:
+    """Write the model as a GGUF file. `odd` has other values for fields."""
+    model = tiny_model()
     tokens = sorted(model.tokenizer.vocabulary, key=model.tokenizer.vocabulary.__getitem__)
     tokens[255] = "ab"  # of the merge
-    number, text, array = GGUFValueType.UINT32, GGUFValueType.STRING, GGUFValueType.ARRAY
-    fields: dict[str, tuple[Any, ...]] = {
-        "llama.embedding_length": (shape.embed_dim, number),
-        "llama.feed_forward_length": (shape.mlp_dim, number),
-        "llama.block_count": (shape.num_layers, number),
-        "llama.attention.head_count": (shape.num_heads, number),
-        "llama.attention.head_count_kv": (shape.num_kv_heads, number),
-        "llama.context_length": (shape.max_positions, number),
-        "llama.attention.layer_norm_rms_epsilon": (shape.norm_eps, GGUFValueType.FLOAT32),
-        "tokenizer.ggml.model": ("gpt2", text),
-        "tokenizer.ggml.pre": ("gpt-2", text),
-        "tokenizer.ggml.tokens": (tokens, array, text),
-        "tokenizer.ggml.token_type": ([1] * 256 + [3] * 3, array, GGUFValueType.INT32),
-        "tokenizer.ggml.merges": (["a b"], array, text),
-        "tokenizer.ggml.bos_token_id": (257, number),
-        "tokenizer.ggml.eos_token_id": (258, number),
-        "tokenizer.ggml.add_bos_token": (True, GGUFValueType.BOOL),
-        "tokenizer.chat_template": (model.tokenizer.template, text),
+    fields = {
+        "tokenizer.ggml.tokens": (tokens, ARRAY, TEXT),
+        "tokenizer.ggml.merges": (["a b"], ARRAY, TEXT),
+        "tokenizer.ggml.bos_token_id": (257, NUMBER),
+        "tokenizer.ggml.add_bos_token": (True, FLAG),
     }
-    for name, value in (fields | dict(odd)).items():
-        writer.add_key_value(name, *value)
-    flat = flatten(model.params)
-    for param in named_params(shape):
-        rows = np.asarray(flat[param.path])
-        rows = np.ascontiguousarray(rows.T if param.transpose else rows)
-        kind = None
-        if param.path[-1] == "embedding":
-            kind = gguf.GGMLQuantizationType.Q8_0
-            rows = gguf.quants.quantize(rows, kind)
-        writer.add_tensor(param.gguf, rows, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(path, model, fields | dict(odd), is_quantized=True)
 
 
 def path_of(kind: str, folder: Path, rng: random.Random) -> Path:
@@ -253,7 +224,7 @@ def _field_replaced(content: bytes, rng: random.Random) -> bytes:
     odd = {rng.choice(_FIELDS): rng.choice(_VALUES) for _ in range(rng.choice([1, 1, 2]))}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / GGUF
-        write_gguf(path, tiny_model(), odd)
+        _write_gguf(path, odd)
         return path.read_bytes()
 
 

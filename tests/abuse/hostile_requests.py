@@ -1,28 +1,40 @@
 """The corpus of hostile requests: what one agent may send to the server that answers all of them.
 
 A case is a function of an `Attacker` that returns the status or statuses it got. Its name says what
-it tries.
+it tries. Mutations of whole requests are in malformed.py, and schemas in schema_fuzz.py.
 """
 
 import gzip
 import hashlib
 import json
 import random
-import struct
 from collections.abc import Callable
 from typing import Any
 
 from attacker import Attacker
+from malformed import VALID, mutated, odd_headers, packed
+from schema_fuzz import SchemaFuzzer
 
 CHAT = "/v1/chat/completions"
 Case = Callable[[Attacker], Any]
 CASES: dict[str, Case] = {}
+STATUSES: dict[str, int] = {}  # which the server must answer with
 
 
 def case(function: Case) -> Case:
     """Add a function to the corpus under its own name."""
     CASES[function.__name__] = function
     return function
+
+
+def refused(status: int) -> Callable[[Case], Case]:
+    """Add a function whose requests the server must refuse with this status."""
+
+    def add(function: Case) -> Case:
+        STATUSES[function.__name__] = status
+        return case(function)
+
+    return add
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -40,13 +52,13 @@ def required_tool(schema: Any) -> dict[str, Any]:
 # Grammars
 
 
-@case
+@refused(400)
 def schema_with_least_integer(attacker: Attacker) -> int:
     schema = {"type": "object", "properties": {"n": {"const": -9223372036854775808}}}
     return attacker.post(CHAT, required_tool(schema))[0]
 
 
-@case
+@refused(400)
 def schema_of_many_patterns(attacker: Attacker) -> int:
     patterns = [{"pattern": f"^(a|b|c){{{n},}}.*{n}.*x{{1,{n}}}"} for n in range(1, 41)]
     schema = {"type": "object", "properties": {"s": {"type": "string", "allOf": patterns}}}
@@ -87,7 +99,7 @@ def schemas_that_are_slow_one_after_another(attacker: Attacker) -> list[int]:
 # Bodies
 
 
-@case
+@refused(413)
 def body_of_a_million_keys(attacker: Attacker) -> int:
     fields = ",".join(f'"k{n}":0' for n in range(1_000_000))
     return attacker.post(CHAT, f"{{{fields}}}".encode())[0]
@@ -98,20 +110,23 @@ def body_of_unknown_fields(attacker: Attacker) -> int:
     return attacker.post(CHAT, chat(**{f"unknown_{n}": n for n in range(100_000)}))[0]
 
 
-@case
+@refused(413)
 def body_of_wide_arrays(attacker: Attacker) -> int:
     wide = b"[" + b",".join([b"[]"] * 2_000_000) + b"]"
     return attacker.post(CHAT, b'{"model": "policy", "messages": ' + wide + b"}")[0]
 
 
-@case
+@refused(413)
 def body_of_brackets(attacker: Attacker) -> int:
     return attacker.post(CHAT, b"[" * 4_000_000)[0]
 
 
-@case
-def body_that_says_gzip_and_is_not(attacker: Attacker) -> int:
-    return attacker.post(CHAT, chat(), **{"Content-Encoding": "gzip"})[0]
+@refused(400)
+def arguments_of_two_million_lists(attacker: Attacker) -> int:
+    function = {"name": "f", "arguments": "[" + "[]," * 2 * 2**20 + "1]"}
+    call = {"id": "c", "type": "function", "function": function}
+    turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "hi"}]
+    return attacker.post(CHAT, chat(messages=turns))[0]
 
 
 @case
@@ -120,12 +135,12 @@ def body_that_unpacks_to_gigabytes(attacker: Attacker) -> int:
     return attacker.post(CHAT, bomb, **{"Content-Encoding": "gzip"})[0]
 
 
-@case
+@refused(400)
 def prompt_of_four_mebibytes(attacker: Attacker) -> int:
     return attacker.post(CHAT, chat(messages=[{"role": "user", "content": "ab " * 1_400_000}]))[0]
 
 
-@case
+@refused(400)
 def prompt_of_fifteen_mebibytes(attacker: Attacker) -> int:
     return attacker.post("/v1/completions", {"model": "policy", "prompt": "ab " * 5_000_000})[0]
 
@@ -152,25 +167,9 @@ def logit_biases_by_the_hundred_thousand(attacker: Attacker) -> int:
 
 
 @case
-def retry_count_of_twenty_digits(attacker: Attacker) -> int:
-    return attacker.post(CHAT, chat(), **{"x-stainless-retry-count": "9" * 20})[0]
-
-
-@case
-def retry_count_of_five_thousand_digits(attacker: Attacker) -> int:
-    return attacker.post(CHAT, chat(), **{"x-stainless-retry-count": "9" * 5_000})[0]
-
-
-@case
 def agents_names_by_the_hundred(attacker: Attacker) -> list[int]:
     names = [f"agent-{n}-" + "x" * 4_000 for n in range(100)]
     return [attacker.post(CHAT, chat(max_tokens=1), **{"x-agent-name": n})[0] for n in names]
-
-
-@case
-def timeouts_declared_as_nonsense(attacker: Attacker) -> list[int]:
-    values = ["nan", "-1", "1e-9", "inf", "9" * 400]
-    return [attacker.post(CHAT, chat(), **{"x-stainless-read-timeout": v})[0] for v in values]
 
 
 # Floods
@@ -311,11 +310,16 @@ def spans_by_the_thousand(attacker: Attacker) -> int:
     return attacker.post("/v1/traces", _spans(*spans))[0]
 
 
-@case
-def spans_that_are_no_protobuf(attacker: Attacker) -> list[int]:
-    bodies = [b"\xff" * 1000, struct.pack(">Q", 2**63), b"\x0a\xff\xff\xff\xff\x0f", b"{}"]
-    kind = {"Content-Type": "application/x-protobuf"}
-    return [attacker.post("/v1/traces", body, **kind)[0] for body in bodies]
+@refused(400)
+def spans_by_the_million_without_a_field(attacker: Attacker) -> int:
+    def field(number: int, payload: bytes) -> bytes:
+        size, length = len(payload), b""
+        while size > 127:
+            length, size = length + bytes([size & 127 | 128]), size >> 7
+        return bytes([number << 3 | 2]) + length + bytes([size]) + payload
+
+    body = field(1, field(2, b"\x12\x00" * 7 * 2**20))
+    return attacker.post("/v1/traces", body, **{"Content-Type": "application/x-protobuf"})[0]
 
 
 @case
@@ -345,56 +349,17 @@ def paths_that_climb(attacker: Attacker) -> list[int]:
 
 # Requests by chance
 
-PATHS = (
-    *(CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"),
-    *("/v1beta/models/policy:generateContent", "/v1/traces", "/reward"),
-)
-WORDS = (
-    *("type", "object", "array", "string", "integer", "properties", "items", "anyOf", "allOf"),
-    *("oneOf", "not", "pattern", "enum", "const", "minimum", "maxLength", "required", "$ref"),
-    *("messages", "tools", "n", "stop", "model", "input", "prompt", "role", "content", "user"),
-)
-
-
-def random_json(rng: random.Random, depth: int = 0) -> Any:
-    """Return a JSON value of words that mean something to the server."""
-    scalars: list[Any] = [None, True, -1, 0, 2**63, 1e308, "", "#", rng.choice(WORDS), "^(a|b)*c"]
-    if depth > 5 or rng.random() < 0.4:
-        return rng.choice(scalars)
-    if rng.random() < 0.3:
-        return [random_json(rng, depth + 1) for _ in range(rng.randrange(6))]
-    return {rng.choice(WORDS): random_json(rng, depth + 1) for _ in range(rng.randrange(6))}
-
 
 def random_request(seed: str, attacker: Attacker) -> list[int]:
     """Send one request that is nearly right, or a schema that nearly is one."""
     rng = random.Random(seed)
-    match rng.randrange(3):
-        case 0:
-            schema = {"type": "object", "properties": {"a": random_json(rng)}}
-            return [attacker.post(CHAT, required_tool(schema))[0]]
-        case 1:
-            return [attacker.post(rng.choice(PATHS), random_json(rng))[0]]
-        case _:
-            body = chat(**{rng.choice([*chat(), *WORDS]): random_json(rng)})
-            return [attacker.post(CHAT, body, **random_headers(rng))[0]]
-
-
-def random_headers(rng: random.Random) -> dict[str, str]:
-    """Return headers that the server reads, with values that it may not expect."""
-    names = (
-        *("x-stainless-retry-count", "x-stainless-read-timeout", "Idempotency-Key", "traceparent"),
-        *("x-agent-name", "Content-Encoding", "Content-Type", "Authorization", "Expect", "Range"),
-    )
-    values = (
-        "",
-        "0",
-        "-1",
-        "9" * 40,
-        "gzip",
-        "nan",
-        "00-" + "a" * 32 + "-" + "b" * 16 + "-01",
-        "ü",
-    )
-    latin = {name: rng.choice(values) for name in rng.sample(names, rng.randrange(3))}
-    return {name: value.encode().decode("latin-1") for name, value in latin.items()}
+    if rng.random() < 0.3:
+        schema = {"type": "object", "properties": {"a": SchemaFuzzer(seed).schema()}}
+        return [attacker.post(CHAT, required_tool(schema))[0]]
+    path = rng.choice(list(VALID))
+    headers = odd_headers(rng) if rng.random() < 0.3 else {}
+    body = mutated(VALID[path], rng)
+    if "Content-Encoding" in headers:
+        body = packed(body, rng)
+    latin = {k: v.encode("utf-8", "surrogateescape").decode("latin-1") for k, v in headers.items()}
+    return [attacker.post(path, body, **latin)[0]]

@@ -7,6 +7,7 @@ python -m pytest -m slow tests/abuse/test_damaged_files.py (FUZZ_FILES, 4000; FU
 import json
 import os
 import select
+import struct
 import subprocess
 import sys
 import time
@@ -36,7 +37,8 @@ BEFORE = "the one before"
 def _fuzz(folder: Path, seed: int, number: int) -> list[dict[str, Any]]:
     """Return what became of each damaged file. A process that says nothing is killed."""
     words = [str(Path(__file__).with_name("damaged_child.py")), str(folder)]
-    path = os.pathsep.join(map(str, (Path(__file__).parents[2], os.environ.get("PYTHONPATH", ""))))
+    folders = (*Path(__file__).parents[1:3], os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join(map(str, folders))
     child = subprocess.Popen(
         [sys.executable, *words, *map(str, (seed, number, ADDRESSES))],
         stdout=subprocess.PIPE,
@@ -109,9 +111,17 @@ def test_an_array_longer_than_its_file_is_refused_at_once(
     assert time.monotonic() - started < 1 * slowdown()
 
 
-def test_arrays_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        array_of(GGUFValueType.STRING, MAX_TEXTS + 1, 8 * MAX_TEXTS + 4096),
+        array_of(GGUFValueType.STRING, 1, 0) + struct.pack("<Q", 2**40) + bytes(64),
+    ],
+    ids=["too many texts", "a text longer than the file"],
+)
+def test_texts_that_would_fill_the_memory_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / GGUF
-    path.write_bytes(array_of(GGUFValueType.STRING, MAX_TEXTS + 1, 8 * MAX_TEXTS + 4096))
+    path.write_bytes(content)
     with raises_coded(ModelError, "malformed", str(path)):
         open_file(path)
 

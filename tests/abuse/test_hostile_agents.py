@@ -1,22 +1,20 @@
 """Training runs in which most agents are broken or hostile: honest ones learn as if alone."""
 
 import asyncio
-import dataclasses
 import gc
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from toy_runs import MODEL, toy_config
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.models.formats.load import save_hf
-from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
-from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
+from lightning_jax.train.config import Config, EvalConfig
 from lightning_jax.train.loop.trainer import train
 from lightning_jax.types import Rollout, Task
 
@@ -58,25 +56,22 @@ PROGRAMS: Ends = {
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
-    save_hf(path, tiny_model(num_layers=1))
+    save_hf(path, MODEL)
     return path
 
 
 def _config(model_dir: Path, run_dir: Path, agent: AgentConfig, num_tasks: int) -> Config:
-    return Config(
-        run_dir=str(run_dir),
+    return toy_config(
+        model_dir,
+        run_dir,
         num_steps=1,
-        model=ModelConfig(name=str(model_dir)),
         serve=ServeConfig(slots=8, max_len=64, prefill_buckets=(32,)),
         agent=agent,
         # Greedy, so that an answer depends on the conversation alone.
         rollout=RolloutConfig(
             tasks_per_step=num_tasks, group_size=GROUP_SIZE, timeout_s=DEADLINE_S, temperature=0.0
         ),
-        batch=BatchConfig(rows=1, row_len=256, max_targets=128, head_chunk=64),
         eval=EvalConfig(every=0, num_tasks=0, at_start=False),
-        checkpoint=CheckpointConfig(every=5),
-        mesh=MeshConfig(fsdp=1),
     )
 
 
@@ -124,31 +119,28 @@ def alone(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return sampled
 
 
-def test_functions_fail_alone(
-    model_dir: Path, tmp_path: Path, alone: dict[str, list[tuple]]
-) -> None:
-    number = len(HONEST) + len(FUNCTIONS)
-    config = _config(model_dir, tmp_path, AgentConfig(f"{AGENTS}:run"), number)
-    _check(config, FUNCTIONS, alone)
-
-
-def test_coroutines_fail_alone(
-    model_dir: Path, tmp_path: Path, alone: dict[str, list[tuple]]
-) -> None:
-    number = len(HONEST) + len(COROUTINES)
-    config = _config(model_dir, tmp_path, AgentConfig(f"{AGENTS}:run_async"), number)
-    _check(config, COROUTINES, alone)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of processes are Linux's")
-def test_programs_fail_alone(
+@pytest.mark.parametrize(
+    ("expected", "function", "limits"),
+    [
+        (FUNCTIONS, "run", {}),
+        (COROUTINES, "run_async", {}),
+        pytest.param(
+            *(PROGRAMS, "run"),
+            {"python": sys.executable, "memory_mib": 500.0, "max_processes": 100},
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's"),
+        ),
+    ],
+    ids=["functions", "coroutines", "programs"],
+)
+def test_hostile_agents_fail_alone(
+    expected: Ends,
+    function: str,
+    limits: dict[str, Any],
     model_dir: Path,
     tmp_path: Path,
     alone: dict[str, list[tuple]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SECRET_OF_THE_TRAINER", "hidden")
-    agent = AgentConfig(f"{AGENTS}:run", python=sys.executable)
-    agent = dataclasses.replace(agent, memory_mib=500.0, max_processes=100)
-    config = _config(model_dir, tmp_path, agent, len(HONEST) + len(PROGRAMS))
-    _check(config, PROGRAMS, alone)
+    agent = AgentConfig(f"{AGENTS}:{function}", **limits)
+    _check(_config(model_dir, tmp_path, agent, len(HONEST) + len(expected)), expected, alone)

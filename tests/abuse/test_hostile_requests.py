@@ -3,19 +3,16 @@
 import asyncio
 import math
 import multiprocessing
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
-from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession
 from arena import SERVE, honest_rollout, open_attacker, open_rollout, resident_mib, slowdown
-from hostile_requests import CASES, CHAT, Case, chat
+from hostile_requests import CASES, CHAT, STATUSES, Case, chat
 from stalls import Stall, loop_stalls
 
-from lightning_jax.engine.device.slots import SlotPrograms
-from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.testing.service import Service, run_service
+from lightning_jax.testing.service import Service
 
 # Limits that one of the tries must keep; a busy machine exceeds them, too.
 PATIENCE_S = 1.0  # how much longer a call may wait beside an attack
@@ -31,14 +28,6 @@ def attackers() -> Iterator[Executor]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         pool.submit(int).result()  # it has started
         yield pool
-
-
-@pytest.fixture
-async def service(
-    model: LoadedModel, engine: SlotPrograms, tmp_path: Path
-) -> AsyncIterator[Service]:
-    async with run_service(tmp_path, model, engine, SERVE) as service:
-        yield service
 
 
 @pytest.mark.parametrize("attack", CASES.values(), ids=CASES)
@@ -62,6 +51,8 @@ async def test_honest_rollout_beside_it_is_unharmed(
         statuses = seen if isinstance(seen, list) else [seen]
         assert beside.token_ids == alone.token_ids
         assert not [status for status in statuses if status >= 500]
+        expected = STATUSES.get(attack.__name__)
+        assert expected is None or statuses == [expected]
         longest_stop = min(longest_stop, stalls.longest, key=lambda stall: stall.seconds)
         stop_s = min(stop_s, stalls.longest.seconds / slowdown())
         longest_wait_s = min(longest_wait_s, beside.longest_wait_s)
@@ -78,7 +69,7 @@ async def test_honest_rollout_beside_it_is_unharmed(
 
 async def test_one_call_leaves_a_slot_to_others_with_its_key(service: Service) -> None:
     """Admissions in order: each neighbour starts before a second response of the large call."""
-    url, headers = f"{service.gateway.local_url}{CHAT}", {"Authorization": "Bearer owner-key"}
+    url, headers = f"{service.gateway.local_url}{CHAT}", {"Authorization": "Bearer right-key"}
     large = chat(n=64, max_tokens=480, ignore_eos=True, logprobs=True, top_logprobs=20, stream=True)
     async with ClientSession(headers=headers) as client, client.post(url, json=large) as response:
         await response.content.readany()  # it decodes

@@ -1,7 +1,7 @@
 """Workers that fall silent: they are replaced, and innocent tasks keep their rewards."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from arena import SERVE
 from log_events import records
+from waiting import until
 
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
@@ -35,14 +36,8 @@ async def _runner(
         run_service(path, model, engine, SERVE) as service,
         open_workers(agent, 2, service.gateway, config) as workers,
     ):
-        await _until(lambda: workers.num_workers == 2)
+        await until(lambda: workers.num_workers == 2)
         yield Runner(workers, service.gateway, config, seed=0)
-
-
-async def _until(is_true: Callable[[], Any], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not is_true():
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("timeout_s", [30.0, 0.75 * LEASE_S])
@@ -76,12 +71,12 @@ async def test_stopped_worker_is_replaced_within_two_leases(
     tasks: list[Task] = [*HONEST, {"id": "stops", "kind": "stops", "notes": str(tmp_path)}]
     async with _runner(tmp_path, model, engine) as runner:
         running = asyncio.create_task(run_requests(make_requests(tasks, "train", 0, 1), runner))
-        await _until((tmp_path / "stopped").exists)
-        await _until(lambda: records(caplog, "worker_silent"), 2 * LEASE_S)
+        await until((tmp_path / "stopped").exists)
+        await until(lambda: records(caplog, "worker_silent"), 2 * LEASE_S)
         rollouts = await running
         workers = runner.agent
         assert isinstance(workers, WorkerPool)
-        await _until(lambda: workers.num_workers == 2)
+        await until(lambda: workers.num_workers == 2)
     assert {(r.status, r.reward) for r in rollouts} == {("scored", 0.5)}
     (silent,) = records(caplog, "worker_silent")
     lost = {r.task_id for r in rollouts if r.attempt == 2}

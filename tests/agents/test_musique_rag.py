@@ -189,15 +189,19 @@ async def test_an_agent_that_loops_for_ever_is_ended() -> None:
     assert len(model.bodies) == musique_rag.MAX_SEARCHES + 2
 
 
-async def test_a_cut_reply_ends_the_rollout_with_a_reason() -> None:
-    async with serving([query("a"), ("cut", "<answer>Univ")]) as (_, _, task, llm):
-        with pytest.raises(ModelBehaviorError):
-            await musique_rag.run(task, llm)
-
-
-async def test_a_tool_that_does_not_exist_ends_the_rollout_with_a_reason() -> None:
-    async with serving([("browse", "{}")]) as (_, _, task, llm):
-        with pytest.raises(ModelBehaviorError, match="browse"):
+@pytest.mark.parametrize(
+    ("script", "error", "text"),
+    [
+        ([query("a"), ("cut", "<answer>Univ")], ModelBehaviorError, ""),
+        ([("browse", "{}")], ModelBehaviorError, "browse"),  # no such tool
+        ([query("a"), 500], openai.InternalServerError, "scripted failure"),
+    ],
+)
+async def test_the_rollout_ends_with_a_reason(
+    script: list[Any], error: type[Exception], text: str
+) -> None:
+    async with serving(script) as (_, _, task, llm):
+        with pytest.raises(error, match=text):
             await musique_rag.run(task, llm)
 
 
@@ -234,12 +238,6 @@ async def test_a_search_that_is_gone_or_hangs(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ConnectionError, match="TimeoutError"):
             await musique_rag.run(task, llm)
     assert search.queries == ["a"]
-
-
-async def test_a_failing_server_fails_the_rollout() -> None:
-    async with serving([query("a"), 500]) as (_, _, task, llm):
-        with pytest.raises(openai.InternalServerError, match="scripted failure"):
-            await musique_rag.run(task, llm)
 
 
 async def test_a_deadline_ends_a_rollout_that_waits() -> None:

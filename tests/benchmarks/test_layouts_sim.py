@@ -1,7 +1,7 @@
 """Tests of the simulation of layouts against cases worked by hand."""
 
 import asyncio
-import dataclasses
+from dataclasses import replace
 
 import layouts_sim
 import numpy as np
@@ -59,32 +59,25 @@ def test_requests_share_decode_steps() -> None:
     assert step.taken_at == pytest.approx(2 * 2.0 + 2 * 1.5)
 
 
-def test_prefill_stops_the_other_requests() -> None:
-    work = _work(Turn(10.0, 2.0, 0.0), size=2)
-    (step,) = simulate(work, LOCK_STEP, RATES, num_steps=1)
-    assert step.taken_at == pytest.approx(2 * 1.0 + 2 * 2.0)
-
-
-def test_a_request_waits_for_a_slot() -> None:
-    one_slot = dataclasses.replace(RATES, slots=1)
-    (step,) = simulate(_work(Turn(0.0, 2.0, 0.0), size=3), LOCK_STEP, one_slot, num_steps=1)
-    assert step.taken_at == pytest.approx(3 * 2 * 1.5)
-
-
-def test_concurrency_limits_the_rollouts_at_once() -> None:
-    work = _work(Turn(0.0, 2.0, 5.0), size=2, concurrency=1)
-    (step,) = simulate(work, LOCK_STEP, RATES, num_steps=1)
-    assert step.taken_at == pytest.approx(2 * (3 + 5))
-
-
-def test_two_engines_halve_the_requests_of_each() -> None:
-    two = dataclasses.replace(LOCK_STEP, num_engines=2)
-    (step,) = simulate(_work(Turn(0.0, 2.0, 0.0), size=2), two, RATES, num_steps=1)
-    assert step.taken_at == pytest.approx(2 * 1.5)
+@pytest.mark.parametrize(
+    ("turn", "sizes", "layout", "rates", "seconds"),
+    [
+        # Prefill stops the other requests.
+        (Turn(10.0, 2.0, 0.0), {"size": 2}, LOCK_STEP, RATES, 2 * 1.0 + 2 * 2.0),
+        # A request waits for a slot.
+        (Turn(0.0, 2.0, 0.0), {"size": 3}, LOCK_STEP, replace(RATES, slots=1), 3 * 2 * 1.5),
+        (Turn(0.0, 2.0, 5.0), {"size": 2, "concurrency": 1}, LOCK_STEP, RATES, 2 * (3 + 5)),
+        # Two engines halve the requests of each.
+        (Turn(0.0, 2.0, 0.0), {"size": 2}, replace(LOCK_STEP, num_engines=2), RATES, 2 * 1.5),
+    ],
+)
+def test_seconds_of_one_step(turn, sizes, layout, rates, seconds) -> None:
+    (step,) = simulate(_work(turn, **sizes), layout, rates, num_steps=1)
+    assert step.taken_at == pytest.approx(seconds)
 
 
 def test_lock_step_is_the_sum_of_the_phases() -> None:
-    layout = dataclasses.replace(LOCK_STEP, train_fixed_s=2.0, publish_s=3.0)
+    layout = replace(LOCK_STEP, train_fixed_s=2.0, publish_s=3.0)
     steps = simulate(_work(*TWO_TURNS), layout, RATES, num_steps=3)
     assert _durations(steps) == pytest.approx([22 + (2 + 6) + 3] * 3)
     assert [step.sampler_wait_s for step in steps] == pytest.approx([11.0] * 3)
@@ -95,7 +88,7 @@ def test_lock_step_is_the_sum_of_the_phases() -> None:
 def test_far_ahead_on_other_devices_a_step_takes_as_long_as_its_slower_side(
     tokens_per_s: float, slower: float
 ) -> None:
-    layout = dataclasses.replace(LOCK_STEP, train_tokens_per_s=tokens_per_s, ahead=1)
+    layout = replace(LOCK_STEP, train_tokens_per_s=tokens_per_s, ahead=1)
     steps = simulate(_work(*TWO_TURNS, concurrency=1), layout, RATES, num_steps=12)
     assert _durations(steps)[2:-1] == pytest.approx([slower] * 9)
     summary = summarize(steps[:-1], 1, skip=2)
@@ -108,7 +101,7 @@ def test_shared_devices_slow_both_sides_while_both_work() -> None:
     """The groups have 2 and 8 tokens. The second decodes during the update of the first."""
     lengths = iter((2.0, 8.0))
     work = Workload(1, 1, lambda rng: (Turn(0.0, next(lengths), 0.0),))
-    layout = dataclasses.replace(LOCK_STEP, train_tokens_per_s=0.5, ahead=1, decode_share=0.25)
+    layout = replace(LOCK_STEP, train_tokens_per_s=0.5, ahead=1, decode_share=0.25)
     first, second = simulate(work, layout, RATES, num_steps=2)
     assert first.taken_at == pytest.approx(2 * 2.0)
     update_s = 4 / 0.75  # 2 tokens take 4 s alone
@@ -120,7 +113,7 @@ def test_shared_devices_slow_both_sides_while_both_work() -> None:
 
 
 def test_a_trainer_alone_on_shared_devices_is_not_slowed() -> None:
-    layout = dataclasses.replace(LOCK_STEP, decode_share=0.5)
+    layout = replace(LOCK_STEP, decode_share=0.5)
     (step,) = simulate(_work(*TWO_TURNS), layout, RATES, num_steps=1)
     assert step.ended - step.taken_at == pytest.approx(6)
 
@@ -131,7 +124,7 @@ def test_ages_stay_within_the_bound() -> None:
     def turns(rng: np.random.Generator) -> tuple[Turn, ...]:
         return (Turn(1.0, 2.0, float(rng.lognormal(0.0, 2.0))),)
 
-    layout = dataclasses.replace(LOCK_STEP, ahead=8, max_staleness=2, train_tokens_per_s=3.0)
+    layout = replace(LOCK_STEP, ahead=8, max_staleness=2, train_tokens_per_s=3.0)
     steps = simulate(Workload(4, 2, turns), layout, RATES, num_steps=40)
     assert 1 <= max(step.age_max for step in steps) <= 2
     assert all(0 <= step.age_mean <= step.age_max for step in steps)
@@ -176,7 +169,7 @@ def test_every_layout_gets_the_same_rollouts() -> None:
         return (Turn(1.0, float(rng.integers(1, 9)), 1.0),) * int(rng.integers(1, 4))
 
     work = Workload(2, 3, turns, shared_tokens=5.0)
-    ahead = dataclasses.replace(LOCK_STEP, ahead=4, num_engines=3)
+    ahead = replace(LOCK_STEP, ahead=4, num_engines=3)
     runs = [simulate(work, layout, RATES, num_steps=5, seed=3) for layout in (LOCK_STEP, ahead)]
     assert sum(step.trained_tokens for step in runs[0]) == pytest.approx(
         sum(step.trained_tokens for step in runs[1])
@@ -188,9 +181,9 @@ def test_every_layout_gets_the_same_rollouts() -> None:
 def test_engines_of_one_process_share_an_interpreter() -> None:
     """Four calls of 2 s of Python each, in one process or in four."""
     work, python = _work(Turn(0.0, 1.0, 0.0), size=4), PythonCosts(gateway_s=2.0)
-    together = dataclasses.replace(LOCK_STEP, num_engines=4)
-    apart = dataclasses.replace(together, num_interpreters=4)
-    workers = dataclasses.replace(together, num_workers=4)
+    together = replace(LOCK_STEP, num_engines=4)
+    apart = replace(together, num_interpreters=4)
+    workers = replace(together, num_workers=4)
     taken = [
         simulate(work, layout, RATES, costs, num_steps=1)[0].taken_at
         for layout, costs in (
@@ -205,7 +198,7 @@ def test_engines_of_one_process_share_an_interpreter() -> None:
 
 def test_threads_of_engines_in_one_process_take_turns() -> None:
     work, python = _work(Turn(0.0, 1.0, 0.0), size=4), PythonCosts(step_s=1.0)
-    together = dataclasses.replace(LOCK_STEP, num_engines=4)
+    together = replace(LOCK_STEP, num_engines=4)
     (step,) = simulate(work, together, RATES, python, num_steps=1)
     assert step.taken_at == pytest.approx(4.0)
 

@@ -9,37 +9,33 @@ import dataclasses
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import toy_agent
+from cluster_runs import SAMPLER, settings
 from coded import raises_coded
+from toy_runs import TASKS
+from waiting import until
 
 from lightning_jax.cluster import placing
 from lightning_jax.cluster.actor import SamplerActor
 from lightning_jax.cluster.ray_session import ray_session
-from lightning_jax.engine.config import ServeConfig
-from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
-from lightning_jax.models.formats.load import save_hf
-from lightning_jax.rl.config import BatchConfig, OptimizerConfig
+from lightning_jax.models.config import LoraConfig, PolicyConfig
 from lightning_jax.rollouts.agents.outcome import SERVER_LOST
-from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
+from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import ConfigError
-from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import CheckpointConfig, ClusterConfig, Config, EvalConfig
+from lightning_jax.train.config import ClusterConfig
 from lightning_jax.train.loop.startup import open_run
 from lightning_jax.train.loop.trainer import train
 from lightning_jax.types import LLM, Task
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
-TASKS: list[Task] = [{"id": f"t{i}", "question": "abcd"[i]} for i in range(4)]
-SAMPLER = {"sampler": 1.0}  # a resource of the second and the third node, see simulated_nodes.py
 AGENT = f'''
 """Agent that waits for a file before its call, and says in which process it runs."""
 
@@ -56,26 +52,6 @@ async def run(task, llm):
         await asyncio.sleep(0.02)
     return {{"reward": await toy_agent.run(task, llm), "pid": os.getpid()}}
 '''
-
-
-def settings(ray_cluster: Any, folder: Path, **changes: Any) -> Config:
-    model = folder / "tiny"
-    if not model.exists():
-        save_hf(model, tiny_model(num_layers=1))
-    config = Config(
-        run_dir=str(folder / "run"),
-        num_steps=6,
-        model=ModelConfig(name=str(model)),
-        serve=ServeConfig(slots=16, max_len=64, prefill_buckets=(32,)),
-        rollout=RolloutConfig(tasks_per_step=4, group_size=8, concurrency=32, retry_delay_s=0.1),
-        batch=BatchConfig(rows=1, row_len=256, max_targets=128, head_chunk=64),
-        optimizer=OptimizerConfig(learning_rate=5e-2),
-        eval=EvalConfig(every=0, num_tasks=4, at_start=False),
-        checkpoint=CheckpointConfig(every=5),
-        mesh=MeshConfig(fsdp=1),
-        cluster=ClusterConfig(ray_cluster.address, samplers=2, sampler_resources=SAMPLER),
-    )
-    return dataclasses.replace(config, **changes)
 
 
 def pids_of(actor: bytes) -> list[int]:
@@ -110,13 +86,6 @@ class Gate:
             await asyncio.sleep(0.02)
         self.num_waiting -= 1
         return await toy_agent.run(task, llm)
-
-
-async def until(holds: Any, limit_s: float = 120.0) -> None:
-    started = time.monotonic()
-    while not holds():
-        assert time.monotonic() - started < limit_s
-        await asyncio.sleep(0.05)
 
 
 async def test_a_run_learns_over_three_nodes_and_survives_a_killed_sampler(

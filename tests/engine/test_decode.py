@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from engine_bench import SERVE, Bench
 
 from lightning_jax.engine.decode import Request, Stepper, Steps
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.logits import LogitAdjuster
 from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.types import Completion, SamplingParams
-
-from .conftest import SERVE, Bench
 
 AT_ONCE = 4
 

@@ -6,12 +6,10 @@ import sys
 
 import numpy as np
 import pytest
+from engine_bench import SERVE, Bench, greedy
 
 from lightning_jax.engine.generation import Draining, EngineError, PromptTooLong
 from lightning_jax.errors import InvalidValue
-
-from .conftest import SERVE, Bench
-from .test_loop import greedy
 
 pytest.importorskip("jetstream")
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import tokenizers
+from engine_bench import Bench
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,8 +12,6 @@ from lightning_jax.engine.response import Response, SampledToken, StopStrings, T
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.testing.tiny import tiny_tokenizer
-
-from .conftest import Bench
 
 TOKENIZER = tiny_tokenizer()
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

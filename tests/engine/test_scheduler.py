@@ -46,20 +46,22 @@ def test_a_slot_goes_to_the_tenant_with_the_fewest():
     assert second is not None and second.request == "b1"
 
 
-def test_a_tenant_with_half_of_the_slots_leaves_the_last_one():
+@pytest.mark.parametrize("tenant", ["a", None])
+def test_a_tenant_or_a_call_of_none_leaves_the_last_slot_to_others(tenant):
     who: Scheduler[str] = Scheduler(4)
     for number in range(9):
-        who.enqueue(f"a{number}", "a")
+        who.enqueue(f"big{number}", tenant, "big")
     assert len(list(iter(who.admit, None))) == 3
     assert who.admit() is None
-    who.enqueue("b", "b")
-    for request in ("b",):
+    for name in ("b", "c"):
+        who.enqueue(name, tenant and name, name)
         admission = who.admit()
-        assert admission is not None and admission.request == request
-    who.release(admission.slot)
+        assert admission is not None and admission.request == name
+        who.release(admission.slot)
     assert who.admit() is None  # left to others again
     who.release(0)
-    assert who.admit() is not None
+    admission = who.admit()
+    assert admission is not None and admission.request == "big3"
 
 
 def test_calls_of_one_tenant_take_turns():
@@ -73,22 +75,6 @@ def test_calls_of_one_tenant_take_turns():
     admission = who.admit()
     assert admission is not None and admission.request == "late"
     assert who.remove("big3") and not who.remove("big3")
-
-
-def test_a_call_of_no_rollout_leaves_the_last_slot_to_the_others():
-    who: Scheduler[str] = Scheduler(4)
-    for number in range(9):
-        who.enqueue(f"big{number}", None, "big")
-    assert len(list(iter(who.admit, None))) == 3
-    for name in ("b", "c"):
-        who.enqueue(name, None, name)
-        admission = who.admit()
-        assert admission is not None and admission.request == name
-        who.release(admission.slot)
-    assert who.admit() is None  # left to others again
-    who.release(0)
-    admission = who.admit()
-    assert admission is not None and admission.request == "big3"
 
 
 @pytest.mark.parametrize(("slots", "tenant"), [(1, "a"), (4, None)])

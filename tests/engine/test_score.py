@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
+from engine_bench import full_logprobs
 
 from lightning_jax.engine.score import PromptScorer
 from lightning_jax.models.formats.load import LoadedModel
-
-from .device.test_slots import full_logprobs
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,13 @@
 
 import asyncio
 import json
-from typing import Any
 
-from gateway_bench import Bench, MakeBench
+from gateway_bench import BODY, LONG, Bench, MakeBench
 from prometheus_client import parser
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import Gateway
 
-BODY: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": "Say something."}],
-    "max_tokens": 8,
-}
-LONG = BODY | {"max_tokens": 400, "logit_bias": {"258": -100}}  # never ends early
 SEARCH = {
     "type": "function",
     "function": {"name": "search", "parameters": {"type": "object", "properties": {}}},

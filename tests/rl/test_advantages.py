@@ -34,26 +34,18 @@ def test_advantages_of_a_group_by_hand():
     assert metrics["train/advantage_abs_mean"] == 1.0
 
 
-def test_without_std_the_advantage_is_reward_minus_mean():
-    advantages, _ = step_advantages(
-        [rollout(1.0), rollout(0.25)], AlgorithmConfig(normalize="none")
-    )
-    assert advantages == [(0.375,), (-0.375,)]
-
-
-def test_the_baseline_counts_rollouts_and_not_calls():
-    # The mean over calls would be 3 / 4. Over rollouts it is 1 / 2.
-    advantages, _ = step_advantages(
-        [rollout(1.0, calls=3), rollout(0.0)], AlgorithmConfig(normalize="none")
-    )
-    assert advantages == [(0.5, 0.5, 0.5), (-0.5,)]
-
-
-def test_a_rollout_without_calls_counts_in_the_baseline():
-    advantages, _ = step_advantages(
-        [rollout(1.0), rollout(0.0, calls=0)], AlgorithmConfig(normalize="none")
-    )
-    assert advantages == [(0.5,), ()]
+@pytest.mark.parametrize(
+    ("rollouts", "expected"),
+    [
+        (((1.0, 1), (0.25, 1)), [(0.375,), (-0.375,)]),
+        # The mean over calls would be 3 / 4. Over rollouts it is 1 / 2.
+        (((1.0, 3), (0.0, 1)), [(0.5, 0.5, 0.5), (-0.5,)]),
+        (((1.0, 1), (0.0, 0)), [(0.5,), ()]),
+    ],
+)
+def test_without_std_the_advantage_is_reward_minus_the_mean_over_rollouts(rollouts, expected):
+    attempts = [rollout(reward, calls=calls) for reward, calls in rollouts]
+    assert step_advantages(attempts, AlgorithmConfig(normalize="none"))[0] == expected
 
 
 def test_groups_are_apart_and_order_does_not_matter():

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -22,42 +21,19 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from served_runs import SERVE, TASKS, TOY, model_and_engine, open_runner
 from slow_engine import SlowEngine
 
-from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.rollouts.agents.event_loop import isolate_agent
 from lightning_jax.rollouts.agents.functions import load_agent
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.results.metrics import rollout_metrics
 from lightning_jax.rollouts.runner import Runner, TooManyFailures, make_requests, run_requests
-from lightning_jax.testing.service import run_service
-from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.store import CRASH, STOP, Store
 from lightning_jax.train.watch.findings import findings
 from lightning_jax.types import LLM, Rollout, Task
-
-TOY = Path(__file__).parents[1] / "toy_agent.py"
-TASKS = [{"id": f"t{i}", "question": f"{i}?"} for i in range(3)]
-SERVE = ServeConfig(slots=4, max_len=128, prefill_buckets=(16, 64))
-
-
-@functools.cache  # built and compiled once for all tests
-def _model_and_engine() -> tuple[LoadedModel, SlotPrograms]:
-    model = tiny_model()
-    return model, SlotPrograms(model.config, SERVE)
-
-
-@asynccontextmanager
-async def _runner(path: Path, function: str, **settings: object) -> AsyncIterator[Runner]:
-    model, engine = _model_and_engine()
-    config = RolloutConfig(**{"retry_delay_s": 0.0} | settings)  # type: ignore[arg-type]
-    agent = load_agent(f"{TOY}:{function}")
-    async with run_service(path, model, engine, SERVE) as service:
-        yield Runner(agent, service.gateway, config, seed=0)
 
 
 async def _one(runner: Runner) -> Rollout:
@@ -66,7 +42,7 @@ async def _one(runner: Runner) -> Rollout:
 
 
 async def test_rollouts_are_scored_and_each_call_is_a_span(tmp_path: Path) -> None:
-    async with _runner(tmp_path, "two_turns", concurrency=2) as runner:
+    async with open_runner(tmp_path, "two_turns", concurrency=2) as runner:
         done = []
         requests = make_requests(TASKS, "train", 7, 2)
         rollouts = await run_requests(requests, runner, on_done=done.append)
@@ -86,7 +62,7 @@ async def test_rollouts_are_scored_and_each_call_is_a_span(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("agent", ["plain", "hands_on"])
 async def test_a_plain_function_is_an_agent(tmp_path: Path, agent: str) -> None:
-    async with _runner(tmp_path, agent) as runner:
+    async with open_runner(tmp_path, agent) as runner:
         rollouts = await run_requests(make_requests(TASKS, "train", 0, 1), runner)
         assert {r.status for r in rollouts} == {"scored"}
         for rollout in rollouts:
@@ -95,7 +71,7 @@ async def test_a_plain_function_is_an_agent(tmp_path: Path, agent: str) -> None:
 
 
 async def test_what_else_an_agent_measured_is_kept(tmp_path: Path) -> None:
-    async with _runner(tmp_path, "measured") as runner:
+    async with open_runner(tmp_path, "measured") as runner:
         rollout = await _one(runner)
         assert (rollout.status, rollout.reward) == ("scored", 0.5)
         assert rollout.metrics == {"f1": 0.25, "searches": 2.0}
@@ -103,7 +79,7 @@ async def test_what_else_an_agent_measured_is_kept(tmp_path: Path) -> None:
 
 
 async def test_metrics_without_a_value_cost_no_reward(tmp_path: Path) -> None:
-    async with _runner(tmp_path, "without_values") as runner:
+    async with open_runner(tmp_path, "without_values") as runner:
         rollout = await _one(runner)
         assert (rollout.status, rollout.reward) == ("scored", 0.5)
         reasons = {"not_finite/f1", "null/em", "wrong_type/note"}
@@ -115,14 +91,14 @@ async def test_metrics_without_a_value_cost_no_reward(tmp_path: Path) -> None:
 async def test_a_posted_reward_counts_where_none_is_returned(tmp_path: Path) -> None:
     for agent, reward in (("posts_reward", 0.75), ("posts_and_returns", 0.25)):
         (tmp_path / agent).mkdir()
-        async with _runner(tmp_path / agent, agent) as runner:
+        async with open_runner(tmp_path / agent, agent) as runner:
             rollout = await _one(runner)
             assert (rollout.status, rollout.reward) == ("scored", reward)
             assert rollout.metrics == {"f1": 0.5}
 
 
 async def test_an_agents_own_spans_are_in_its_rollouts_trace(tmp_path: Path) -> None:
-    async with _runner(tmp_path, "traced", concurrency=3) as runner:
+    async with open_runner(tmp_path, "traced", concurrency=3) as runner:
         rollouts = await run_requests(make_requests(TASKS, "train", 0, 1), runner)
         for rollout in rollouts:
             root, call, tool = runner.store.spans(rollout.rollout_id)
@@ -133,7 +109,7 @@ async def test_an_agents_own_spans_are_in_its_rollouts_trace(tmp_path: Path) -> 
 
 async def test_a_service_that_is_down_is_infrastructure(tmp_path: Path) -> None:
     settings = {"max_attempts": 2, "max_infrastructure_failures": 1.0}
-    async with _runner(tmp_path, "cut_off", **settings) as runner:
+    async with open_runner(tmp_path, "cut_off", **settings) as runner:
         rollout = await _one(runner)
         assert (rollout.status, rollout.reward) == ("infrastructure_failure", None)
         assert (rollout.reason, rollout.attempt) == ("ConnectionRefusedError", 2)
@@ -158,7 +134,7 @@ async def test_a_service_that_is_down_is_infrastructure(tmp_path: Path) -> None:
 async def test_an_agents_fault_is_its_own_and_not_tried_again(
     tmp_path: Path, agent: str, reason: str
 ) -> None:
-    async with _runner(tmp_path, agent, timeout_s=0.3, agent_failure_reward=-0.5) as runner:
+    async with open_runner(tmp_path, agent, timeout_s=0.3, agent_failure_reward=-0.5) as runner:
         rollout = await _one(runner)
         assert (rollout.status, rollout.reason) == ("agent_failure", reason)
         assert (rollout.attempt, rollout.reward) == (1, -0.5)
@@ -208,7 +184,7 @@ async def test_whatever_an_agent_raises_is_of_its_rollout_only(
         raise error
 
     settings = {"max_attempts": 1, "max_infrastructure_failures": 1.0}
-    async with _runner(tmp_path, "run", **settings) as runner:
+    async with open_runner(tmp_path, "run", **settings) as runner:
         rollout = await _one(replace(runner, agent=agent))
         assert (rollout.status, rollout.reason) == (status, reason)
         assert rollout.detail and rollout.detail.startswith(detail)
@@ -225,7 +201,7 @@ async def test_each_rollout_finds_its_task_as_it_was(tmp_path: Path) -> None:
         return 1.0
 
     tasks = [{"id": "a", "messages": ["one"], "lock": threading.Lock()}]  # a lock cannot be copied
-    async with _runner(tmp_path, "run") as runner:
+    async with open_runner(tmp_path, "run") as runner:
         crowded = replace(runner, agent=agent)
         await run_requests(make_requests(tasks, "train", 0, 3), crowded)
     assert found == [1, 1, 1] and tasks[0]["messages"] == ["one"]
@@ -251,7 +227,7 @@ async def test_no_error_of_an_agent_ends_the_run(
             raise error
         return 1.0
 
-    async with _runner(tmp_path, "run") as runner, isolate_agent(agent) as moved:
+    async with open_runner(tmp_path, "run") as runner, isolate_agent(agent) as moved:
         odd = replace(runner, agent=moved if is_isolated else agent)
         rollouts = await run_requests(make_requests(TASKS, "train", 0, 1), odd)
         assert [r.status for r in rollouts] == ["agent_failure", "scored", "scored"]
@@ -269,7 +245,7 @@ async def test_time_in_which_the_loop_stands_still_is_on_no_deadline(
             await asyncio.sleep(0.05)
         return 1.0
 
-    async with _runner(tmp_path, "run", timeout_s=2.0) as runner:
+    async with open_runner(tmp_path, "run", timeout_s=2.0) as runner:
         blocking = replace(runner, agent=agent)
         rollouts = await run_requests(make_requests(TASKS, "train", 0, 1), blocking)
         assert {r.status for r in rollouts} == {"scored"}
@@ -282,7 +258,7 @@ async def test_attempts_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         waits.append(seconds)
 
     settings = {"max_attempts": 6, "max_infrastructure_failures": 1.0, "max_retry_delay_s": 12.0}
-    async with _runner(tmp_path, "cut_off", retry_delay_s=2.0, **settings) as runner:
+    async with open_runner(tmp_path, "cut_off", retry_delay_s=2.0, **settings) as runner:
         requests = make_requests(TASKS, "train", 0, 1)
         monkeypatch.setattr("lightning_jax.rollouts.runner.asyncio.sleep", sleep)
         await run_requests(requests[:1], runner)
@@ -305,7 +281,7 @@ async def test_an_agent_that_gives_up_a_call_of_ours_has_failed_itself(tmp_path:
             )
         return 1.0
 
-    async with _runner(tmp_path, "run") as runner:
+    async with open_runner(tmp_path, "run") as runner:
         rollout = await _one(replace(runner, agent=agent))
         assert (rollout.status, rollout.reason) == ("agent_failure", "APITimeoutError")
         assert rollout.attempt == 1
@@ -317,7 +293,7 @@ async def test_a_gateway_that_cannot_be_reached_is_infrastructure(tmp_path: Path
         raise openai.APIConnectionError(request=request)
 
     settings = {"max_attempts": 1, "max_infrastructure_failures": 1.0}
-    async with _runner(tmp_path, "run", **settings) as runner:
+    async with open_runner(tmp_path, "run", **settings) as runner:
         rollout = await _one(replace(runner, agent=agent))
         assert (rollout.status, rollout.reason) == ("infrastructure_failure", "APIConnectionError")
 
@@ -341,7 +317,7 @@ async def test_a_flood_of_one_agent_fails_nobody_else(tmp_path: Path) -> None:
             raise RuntimeError(f"statuses {set(statuses)}")
         return 1.0
 
-    async with _runner(tmp_path, "run", call_timeout_s=5.0) as runner:
+    async with open_runner(tmp_path, "run", call_timeout_s=5.0) as runner:
         flooded = replace(runner, agent=agent)
         rollouts = await run_requests(make_requests(TASKS, "train", 0, 1), flooded)
         assert [r.status for r in rollouts] == ["agent_failure", "scored", "scored"]
@@ -378,7 +354,7 @@ async def test_too_many_infrastructure_failures_stop_the_run(tmp_path: Path) -> 
 
 
 async def test_a_finished_rollout_is_taken_from_the_store(tmp_path: Path) -> None:
-    async with _runner(tmp_path, "run") as runner:
+    async with open_runner(tmp_path, "run") as runner:
         first = await _one(runner)
         assert await _one(runner) == first
         other = [{"id": "another", "question": "0?"}]  # same position, other task
@@ -405,7 +381,7 @@ async def test_at_most_concurrency_run_at_once(tmp_path: Path) -> None:
         running -= 1
         return 1.0
 
-    async with _runner(tmp_path, "run", concurrency=3) as runner:
+    async with open_runner(tmp_path, "run", concurrency=3) as runner:
         crowded = Runner(agent, runner.gateway, runner.config, seed=0)
         await run_requests(make_requests(TASKS, "train", 0, 4), crowded)
     assert most == 3
@@ -415,7 +391,7 @@ async def test_a_rollout_repeats_with_its_seed(tmp_path: Path) -> None:
     responses = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        async with _runner(tmp_path / name, "run") as runner:
+        async with open_runner(tmp_path / name, "run") as runner:
             rollout = await _one(runner)
             _, span = runner.store.spans(rollout.rollout_id)
             responses.append(span.attributes["lightning.response_token_ids"])
@@ -426,7 +402,7 @@ async def test_a_rollout_that_a_crash_broke_off_is_made_again_as_it_was(tmp_path
     responses = []
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
-        async with _runner(tmp_path / name, "run") as runner:
+        async with open_runner(tmp_path / name, "run") as runner:
             request = make_requests(TASKS[:1], "train", 0, 1)[0]
             if name == "broken":
                 lost = request.rollout(1)
@@ -448,7 +424,7 @@ async def test_a_stopped_rollout_is_no_failure_and_repeats(tmp_path: Path) -> No
             await asyncio.sleep(60)
         return reward
 
-    async with _runner(tmp_path, "run") as runner:
+    async with open_runner(tmp_path, "run") as runner:
         runner = replace(runner, agent=waits)
         running = asyncio.create_task(_one(runner))
         await has_called.wait()
@@ -467,7 +443,7 @@ async def test_a_stopped_rollout_is_no_failure_and_repeats(tmp_path: Path) -> No
 
 
 async def test_a_deadline_spent_in_the_queue_is_infrastructure(tmp_path: Path) -> None:
-    model, programs = _model_and_engine()
+    model, programs = model_and_engine()
     engine = Engine(model, SERVE, programs=[programs])  # not started, so calls wait
     with contextlib.closing(Store(tmp_path / "store.sqlite")) as store:
         gateway = Gateway(engine, store)
@@ -503,7 +479,7 @@ async def test_a_forged_root_does_not_end_the_run(tmp_path: Path) -> None:
         rejected.append(reply.partial_success.rejected_spans)
         return 0.5
 
-    async with _runner(tmp_path, "run") as runner:
+    async with open_runner(tmp_path, "run") as runner:
         requests = make_requests(TASKS, "train", 0, 1)
         rollouts = await run_requests(requests, replace(runner, agent=forges))
         assert [rollout.reward for rollout in rollouts] == [0.5] * 3 and rejected == [1] * 3

@@ -45,6 +45,26 @@ def store(tmp_path: Path):
     store.close()
 
 
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[sqlite3.Connection]:
+    """The connections that stores of the test open."""
+    opened, connect = list[sqlite3.Connection](), sqlite3.connect
+
+    def keep(*args: Any, **kwargs: Any) -> sqlite3.Connection:
+        opened.append(connect(*args, **kwargs))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", keep)
+    return opened
+
+
+def _fill_disk(connection: sqlite3.Connection) -> Span:
+    """Leave SQLite two pages, and return a span that takes more."""
+    pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    connection.execute(f"PRAGMA max_page_count={pages + 2}")
+    return replace(SPAN, attributes={"text": "x" * 100_000})
+
+
 def _move(store: Store, rollout_id: str, *statuses: RolloutStatus) -> None:
     for status in statuses:
         failed = status == "stopped" or status.endswith("_failure")
@@ -195,32 +215,33 @@ def test_groups_from_outside_are_read_until_a_step_took_or_dropped_them(store: S
     assert store.external_groups(0, 2)[0] == ExternalGroup("old", 0, 2, "OLD", {"id": "old"})
 
 
+OLDER = {  # how a store of an older version differs from one of today
+    10: "",
+    9: "DROP TABLE dropped_groups;",
+    8: "DROP TABLE judge_verdicts; INSERT INTO verdicts VALUES ('d', 'old');",
+}
 WITHOUT_WORKER = "ALTER TABLE rollouts DROP COLUMN worker;"  # as before version 11
+VERDICTS = "CREATE TABLE verdicts (digest TEXT PRIMARY KEY, verdict TEXT NOT NULL);"  # to 8
 
 
 @pytest.mark.parametrize("read_only", [True, False])
-def test_rollouts_of_version_10_have_no_worker(tmp_path: Path, read_only: bool) -> None:
+@pytest.mark.parametrize("version", OLDER)
+def test_older_versions_are_read(version: int, read_only: bool, tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
-    with contextlib.closing(Store(path)) as store:
+    with closing(Store(path)) as store:
         store.add_rollout(QUEUED)
         store.set_status("r1", "running")
         store.set_status("r1", "agent_failure", reason="ValueError", worker="local-1")
         assert store.rollout("r1").worker == "local-1"
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        db.executescript(f"{WITHOUT_WORKER} PRAGMA user_version=10")
-    with contextlib.closing(Store(path, read_only=read_only)) as store:
-        assert (store.rollout("r1").worker, store.rollout("r1").reason) == (None, "ValueError")
-
-
-@pytest.mark.parametrize("read_only", [True, False])
-def test_groups_from_outside_of_version_9_are_read(tmp_path: Path, read_only: bool) -> None:
-    path = tmp_path / "store.sqlite"
-    with contextlib.closing(Store(path)) as store:
         store.add_external_group("g", 0, None, {"id": "t"})
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        db.executescript(f"{WITHOUT_WORKER} DROP TABLE dropped_groups; PRAGMA user_version=9")
-    with contextlib.closing(Store(path, read_only=read_only)) as store:
-        assert [group.group_id for group in store.external_groups(0, 4)] == ["g"]
+    script = WITHOUT_WORKER + VERDICTS * (version == 8) + OLDER[version]
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(f"{script} PRAGMA user_version={version}")
+    for _ in range(2):
+        with closing(Store(path, read_only=read_only)) as store:
+            assert (store.rollout("r1").worker, store.rollout("r1").reason) == (None, "ValueError")
+            assert [group.group_id for group in store.external_groups(0, 4)] == ["g"]
+            assert store.verdicts("d") == ({"": "old"} if version == 8 else {})
 
 
 def test_spans_come_back_as_they_were(store: Store) -> None:
@@ -284,21 +305,18 @@ def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment, check=False)
     assert ended.returncode == -signal.SIGKILL
-    store = Store(path)
-    assert counts(store) == {"queued": 50}
-    store.close()
+    with closing(Store(path)) as store:
+        assert counts(store) == {"queued": 50}
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store.sqlite")
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
+    connections: list[sqlite3.Connection], store: Store
+) -> None:
     store.add_rollout(QUEUED)
-    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-    store._db.execute(f"PRAGMA max_page_count={pages + 2}")  # makes SQLite run full
-    big = replace(SPAN, attributes={"text": "x" * 100_000})
+    big = _fill_disk(connections[0])
     with raises_coded(StoreError, "disk_full"):
         store.add_span("r1", big)
     assert store.spans("r1") == [] and store.rollout("r1") == QUEUED
-    store.close()
 
 
 def test_files_that_are_no_store_are_explained(tmp_path: Path) -> None:
@@ -310,12 +328,13 @@ def test_files_that_are_no_store_are_explained(tmp_path: Path) -> None:
         Store(tmp_path / "nowhere" / "store.sqlite")
     with raises_coded(StoreError, "not_opened", str(tmp_path)):
         Store(tmp_path)
-    for version in (3, 99):  # older than any release, and of a later one
+    # Older than any release, and of a later one.
+    for version, read_only in ((3, False), (99, False), (99, True)):
         other = tmp_path / "other.sqlite"
-        with contextlib.closing(sqlite3.connect(other)) as db:
+        with closing(sqlite3.connect(other)) as db:
             db.execute(f"PRAGMA user_version={version}")
         with raises_coded(StoreError, "unsupported", "user_version") as caught:
-            Store(other)
+            Store(other, read_only=read_only)
         assert str(version) in str(caught.value)
 
 
@@ -349,23 +368,6 @@ def test_a_store_of_release_0_1_0_gets_what_it_lacks(tmp_path: Path) -> None:
     assert list(store.verdicts("d").items()) == [("b", "first"), ("a", "third")]
     assert store.verdicts("e") == {}
     store.close()
-
-
-@pytest.mark.parametrize("read_only", [True, False])
-def test_verdicts_of_version_8_are_taken_over(tmp_path: Path, read_only: bool) -> None:
-    path = tmp_path / "store.sqlite"
-    Store(path).close()
-    with sqlite3.connect(path) as db:
-        db.execute(WITHOUT_WORKER)
-        db.execute("DROP TABLE judge_verdicts")
-        db.execute("CREATE TABLE verdicts (digest TEXT PRIMARY KEY, verdict TEXT NOT NULL)")
-        db.execute("INSERT INTO verdicts VALUES ('d', 'old')")
-        db.execute("PRAGMA user_version=8")
-    db.close()
-    for _ in range(2):
-        store = Store(path, read_only=read_only)
-        assert store.verdicts("d") == {"": "old"}
-        store.close()
 
 
 def test_the_fields_of_a_task_are_kept(store: Store) -> None:
@@ -403,7 +405,7 @@ def test_posted_spans_may_be_sent_twice_and_replace_nothing(store: Store) -> Non
 
 
 def test_a_damaged_file_is_explained_and_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, connections: list[sqlite3.Connection]
 ) -> None:
     path = tmp_path / "store.sqlite"
     store = Store(path)
@@ -412,17 +414,10 @@ def test_a_damaged_file_is_explained_and_closed(
     store.close()
     whole = path.read_bytes()
     path.write_bytes(whole[:8192] + b"\xff" * (len(whole) - 8192))
-    opened: list[sqlite3.Connection] = []
-    connect = sqlite3.connect
-
-    def keep(*args: Any, **kwargs: Any) -> sqlite3.Connection:
-        opened.append(connect(*args, **kwargs))
-        return opened[-1]
-
-    monkeypatch.setattr(sqlite3, "connect", keep)
+    connections.clear()
     with raises_coded(StoreError, "malformed", str(path)):
         Store(path)
-    (db,) = opened
+    (db,) = connections
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         db.execute("SELECT 1")
 
@@ -450,16 +445,6 @@ def test_a_read_only_store_follows_its_writer_and_changes_nothing(tmp_path: Path
     reader.close()
 
 
-def test_a_newer_schema_is_not_read_as_this_one(tmp_path: Path) -> None:
-    path = tmp_path / "store.sqlite"
-    Store(path).close()
-    with sqlite3.connect(path) as db:
-        db.execute("PRAGMA user_version=99")
-    db.close()
-    with raises_coded(StoreError, "unsupported", "user_version"):
-        Store(path, read_only=True)
-
-
 async def test_functions_run_in_order_on_one_thread(store: Store) -> None:
     ran: list[tuple[int, threading.Thread]] = []
 
@@ -473,7 +458,7 @@ async def test_functions_run_in_order_on_one_thread(store: Store) -> None:
 
 
 async def test_event_loop_goes_on_while_another_process_holds_the_lock(store: Store) -> None:
-    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+    with closing(sqlite3.connect(store.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         writing = asyncio.create_task(store.in_order(store.add_span, None, SPAN))
         cancelled = asyncio.create_task(store.in_order(store.add_span, None, OTHER_SPAN))
@@ -550,9 +535,11 @@ async def one_group(store: Store) -> AsyncIterator[None]:
     await first
 
 
-async def test_calls_that_wait_together_are_committed_together(store: Store) -> None:
+async def test_calls_that_wait_together_are_committed_together(
+    connections: list[sqlite3.Connection], store: Store
+) -> None:
     statements: list[str] = []
-    store._db.set_trace_callback(statements.append)
+    connections[0].set_trace_callback(statements.append)
     spans = [replace(SPAN, span_id=f"{i}") for i in range(40)]
     waiting = [store.record("r1", span) for span in spans] + [
         store.in_order(store.add_rollout, QUEUED),
@@ -584,12 +571,12 @@ async def test_an_error_in_a_group_fails_only_its_caller(store: Store) -> None:
     assert store.spans("r1") == [SPAN, OTHER_SPAN] and store.rollout("r1") == QUEUED
 
 
-async def test_a_group_on_a_full_disk_leaves_what_was_committed(tmp_path: Path) -> None:
+async def test_a_group_on_a_full_disk_leaves_what_was_committed(
+    connections: list[sqlite3.Connection], tmp_path: Path
+) -> None:
     with closing(Store(tmp_path / "store.sqlite")) as store:
         store.add_rollout(QUEUED)
-        pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-        store._db.execute(f"PRAGMA max_page_count={pages + 2}")  # makes SQLite run full
-        big = replace(SPAN, attributes={"text": "x" * 100_000})
+        big = _fill_disk(connections[0])
         async with one_group(store):
             waiting = asyncio.gather(
                 store.record("r1", big),

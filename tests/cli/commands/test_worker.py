@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from agent_folder import write_folder
+from waiting import until
 
 from lightning_jax.cli.main import main
 from lightning_jax.engine.config import ServeConfig
@@ -87,8 +88,7 @@ async def test_worker_runs_rollouts_and_gives_them_back_at_ctrl_c(folder: Path) 
         running = asyncio.create_task(run_requests(requests, runner))
         setting, url = "agent.options.seconds=1.0", runner.gateway.url
         with _worker(url, "config.yaml", setting, *AHEAD, "--concurrency", "1") as stopping:
-            while not (folder / "began").exists():
-                await asyncio.sleep(0.02)
+            await until((folder / "began").exists)
             stopping.send_signal(signal.SIGINT)
             assert await asyncio.to_thread(stopping.wait) == 0
         errors = (folder / "errors").read_text()

@@ -7,16 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from engine_bench import SERVE, full_logprobs, greedy, with_pages
 
 from lightning_jax.engine.device.prefix_cache import MIN_REUSE, PrefixCache
 from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.types import Completion
-
-from ..conftest import SERVE, with_pages
-from ..test_loop import greedy
-from .test_slots import full_logprobs
 
 QUEUE = replace(SERVE, max_queue=400)
 

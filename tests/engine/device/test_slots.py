@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_bench import full_logprobs, full_pass
 from jax.experimental.compilation_cache import compilation_cache
 
 from lightning_jax.engine.config import ServeConfig
@@ -24,26 +25,13 @@ from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.sharding import param_shardings
-from lightning_jax.models.transformer import forward, init_params, unembed
+from lightning_jax.models.transformer import init_params
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.memory.targets import target_devices
 
 LENGTHS = (270, 41, 9, 60, 2)
 GREEDY = SamplingParams(temperature=0.0)
-
-
-def full_logprobs(model: Any, ids: list[int]) -> np.ndarray:
-    """Return log-probabilities [T, V] of the token after each one, from a pass without cache."""
-    padded = np.pad(ids, (0, -len(ids) % 128))  # later tokens do not affect earlier ones
-    return np.asarray(_full_pass(model.params, model.config, padded))[: len(ids)]
-
-
-@partial(jax.jit, static_argnums=1)
-def _full_pass(params: Any, config: Any, ids: Any) -> Any:
-    positions = jnp.arange(len(ids), dtype=jnp.int32)[None]
-    hidden, _ = forward(params, config, ids[None], positions)
-    return jax.nn.log_softmax(unembed(params, config, hidden[0]), axis=-1)
 
 
 def decode(engine: SlotPrograms, params: Any, state: Any, slots: list[int], steps: int):
@@ -75,7 +63,7 @@ def row_of(state: Any, slot: int, length: int) -> Any:
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 33, 70])  # none, one and several chunks
-def test_prefill_and_decode_equal_one_full_pass(model, engine, length):
+def test_prefill_and_decode_equal_onefull_pass(model, engine, length):
     params = engine.put_on_mesh(model.params)
     ids = np.random.default_rng(length).integers(0, 256, length).tolist()
     sampling = SamplingParams(temperature=1.0)
@@ -100,7 +88,7 @@ def test_beside_bfloat16_weights_activations_may_be_float32():
     _, tokens, logprobs = decode(engine, params, state, [2], 12)
     response = tokens[:, 0].tolist()
     padded = np.pad(ids + response, (0, 128 - len(ids) - 12))
-    expected = _full_pass(params, config, padded)[len(ids) - 1 : len(ids) + 11]
+    expected = full_pass(params, config, padded)[len(ids) - 1 : len(ids) + 11]
     # Keys and values are rounded in the cache, and sums in another order may round differently.
     np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(12), response], atol=5e-3)
 

@@ -66,18 +66,20 @@ def test_crash_ends_one_grammar_only() -> None:
     assert matcher.forced in TINY.eos_ids
 
 
-def test_time_limit_ends_compilation() -> None:
-    compiler = GrammarCompiler(TINY, serve=ServeConfig(grammar_timeout_s=0.2))
-    reason, text = refusal(compiler, HUGE)
-    assert reason == "time" and "serve.grammar_timeout_s" in text
-
-
-@pytest.mark.skipif(os.uname().sysname != "Linux", reason="the limit of memory is Linux's")
-def test_memory_limit_ends_compilation() -> None:
-    serve = ServeConfig(grammar_timeout_s=60.0, grammar_memory_mib=64.0)
-    compiler = GrammarCompiler(TINY, serve=serve)
-    reason, text = refusal(compiler, HUGE)
-    assert reason == "memory" and "serve.grammar_memory_mib" in text
+@pytest.mark.parametrize(
+    ("serve", "reason", "setting"),
+    [
+        (ServeConfig(grammar_timeout_s=0.2), "time", "serve.grammar_timeout_s"),
+        pytest.param(
+            ServeConfig(grammar_timeout_s=60.0, grammar_memory_mib=64.0),
+            *("memory", "serve.grammar_memory_mib"),
+            marks=pytest.mark.skipif(os.uname().sysname != "Linux", reason="it is Linux's"),
+        ),
+    ],
+)
+def test_a_limit_ends_compilation(serve: ServeConfig, reason: str, setting: str) -> None:
+    found, text = refusal(GrammarCompiler(TINY, serve=serve), HUGE)
+    assert found == reason and setting in text
 
 
 @pytest.mark.parametrize(

@@ -260,19 +260,18 @@ async def test_tokens_may_be_named_by_their_ids(bench: Bench) -> None:
     assert len(tops) == 2 * len(ids) and all(map(str.isdecimal, tops))
 
 
-async def test_too_many_logit_biases_are_refused(make_bench: MakeBench) -> None:
-    async with make_bench(max_logit_biases=2) as bench:
-        for number, status in ((2, 200), (3, 400)):
-            bias = {str(token_id): 1 for token_id in range(number)}
-            found, reply, _ = await bench.post(BODY | {"logit_bias": bias, "max_tokens": 1})
+@pytest.mark.parametrize(
+    ("setting", "limit", "name", "allowed", "refused"),
+    [
+        ("max_logit_biases", 2, "logit_bias", {"0": 1, "1": 1}, {"0": 1, "1": 1, "2": 1}),
+        ("max_stop_chars", 6, "stop", ["abc", "def"], "abcdefg"),
+    ],
+)
+async def test_limits_of_fields(
+    make_bench: MakeBench, setting: str, limit: int, name: str, allowed: Any, refused: Any
+) -> None:
+    async with make_bench(**{setting: limit}) as bench:
+        for value, status in ((allowed, 200), (refused, 400)):
+            found, reply, _ = await bench.post(BODY | {name: value, "max_tokens": 1})
             assert found == status
-        assert reply["error"]["param"] == "logit_bias"
-        assert "serve.max_logit_biases" in reply["error"]["message"]
-
-
-async def test_long_stop_strings_are_refused(make_bench: MakeBench) -> None:
-    async with make_bench(max_stop_chars=6) as bench:
-        for stop, status in ((["abc", "def"], 200), ("abcdefg", 400)):
-            found, reply, _ = await bench.post(BODY | {"stop": stop, "max_tokens": 1})
-            assert found == status
-        assert reply["error"]["param"] == "stop"
+        assert reply["error"]["param"] == name and f"serve.{setting}" in reply["error"]["message"]

@@ -4,15 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from gateway_bench import Bench
+from gateway_bench import BODY, Bench
+from waiting import until
 
 from lightning_jax.types import Rollout
-
-BODY: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": "Say something."}],
-    "max_tokens": 4,
-}
 
 
 async def _status(bench: Bench, **to: Any) -> int:
@@ -47,12 +42,10 @@ async def test_a_key_ends_with_its_rollout(bench: Bench) -> None:
     running = asyncio.create_task(
         bench.post(BODY | {"max_tokens": 400}, base=ended.base_url, key=ended.api_key)
     )
-    while not bench.loop.stats()["serve/running"]:
-        await asyncio.sleep(0.01)
+    await until(lambda: bench.loop.stats()["serve/running"])
     assert bench.gateway.close_rollout("r1").num_cancelled == 1
     running.cancel()
-    while bench.loop.stats()["serve/running"]:
-        await asyncio.sleep(0.01)
+    await until(lambda: not bench.loop.stats()["serve/running"])
     assert await _status(bench, base=ended.base_url, key=ended.api_key) == 404
     assert await _status(bench, key=ended.api_key) == 401
 

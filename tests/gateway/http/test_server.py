@@ -268,21 +268,28 @@ def test_json_is_written_in_steps_of_few_values(monkeypatch: pytest.MonkeyPatch)
     assert max(lengths) == len(dumps(entries[0]))
 
 
-async def test_a_long_answer_is_written_in_a_thread(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[str] = []
-    whole = ChatReply.body
+MANY = {"n": 8, "max_tokens": 40, "logprobs": True, "top_logprobs": 20}
+ECHO = {"model": "policy", "prompt": "ab " * 20, "max_tokens": 1, "echo": True, "logprobs": 20}
 
-    def body(self: ChatReply, answers: Any) -> Any:
+
+@pytest.mark.parametrize(
+    ("kind", "body", "is_in_thread"),
+    [(ChatReply, BODY, False), (ChatReply, BODY | MANY, True), (CompletionsReply, ECHO, True)],
+)
+async def test_a_long_answer_is_written_in_a_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: Any, body: Any, is_in_thread: bool
+) -> None:
+    threads, whole = list[str](), kind.body
+
+    def note(self: Any, answers: Any) -> Any:
         threads.append(threading.current_thread().name)
         return whole(self, answers)
 
-    monkeypatch.setattr(ChatReply, "body", body)
-    for more in ({}, {"n": 8, "max_tokens": 40, "logprobs": True, "top_logprobs": 20}):
-        status, reply, _ = await bench.post(BODY | more)
-        assert status == 200 and reply["choices"][0]["message"]
-    assert not threads[0].startswith("gateway") and threads[1].startswith("gateway")
+    monkeypatch.setattr(kind, "body", note)
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    status, reply, _ = await bench.post(body, path=path)
+    assert status == 200 and reply["choices"][0]
+    assert [name.startswith("gateway") for name in threads] == [is_in_thread]
 
 
 async def test_long_parts_of_a_stream_are_written_in_a_thread(
@@ -343,23 +350,6 @@ async def test_a_stream_lets_others_run(bench: Bench, monkeypatch: pytest.Monkey
     counting.cancel()
     most = max(Counter(sent).values())
     assert len(sent) >= 8 * 20 and most * len(first) / len(sent) < 2 * INLINE_BYTES
-
-
-async def test_prompts_with_alternatives_are_written_in_a_thread(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[str] = []
-    whole = CompletionsReply.body
-
-    def body(self: CompletionsReply, answers: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return whole(self, answers)
-
-    monkeypatch.setattr(CompletionsReply, "body", body)
-    asked = {"model": "policy", "prompt": "ab " * 20, "max_tokens": 1, "echo": True, "logprobs": 20}
-    status, reply, _ = await bench.post(asked, path="/v1/completions")
-    assert status == 200 and len(reply["choices"][0]["logprobs"]["top_logprobs"]) > 20
-    assert threads[0].startswith("gateway")
 
 
 async def test_a_posted_reward_reads_no_span(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,6 +243,7 @@ def test_content_may_be_text_parts() -> None:
 @pytest.mark.parametrize(
     ("message", "key", "reason"),
     [
+        (None, "messages", "empty"),
         ("hi", "messages[1]", "wrong_type"),
         ({"content": "hi"}, "messages[1].role", "unknown"),
         ({"role": "robot", "content": "hi"}, "messages[1].role", "unknown"),
@@ -271,7 +272,7 @@ def test_content_may_be_text_parts() -> None:
 )
 def test_a_bad_message_is_named(message: Any, key: str, reason: str) -> None:
     with pytest.raises(InvalidValue) as caught:
-        normalize_messages([USER, message])
+        normalize_messages([USER, message] if message else [])
     assert (caught.value.key, caught.value.reason) == (key, reason)
     assert key in str(caught.value)
 
@@ -286,9 +287,3 @@ def test_every_spelling_of_no_arguments_is_an_empty_object(arguments: Any) -> No
     assert ids(arguments=arguments) == ids(arguments="{}") == ids()
     written = json.dumps({"name": "f", "arguments": arguments})
     assert parse_calls(written, HERMES) == [("f", "{}")]
-
-
-def test_no_messages_are_no_prompt() -> None:
-    with pytest.raises(InvalidValue) as caught:
-        normalize_messages([])
-    assert (caught.value.key, caught.value.reason) == ("messages", "empty")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from gateway_bench import Bench
+from gateway_bench import BODY, Bench
 from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -21,12 +21,6 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from lightning_jax.gateway.sessions.owners import MAX_EXPORTS
 from lightning_jax.traces import attributes, otlp
 from lightning_jax.traces.convert import spans_to_transitions
-
-BODY: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": "Say something."}],
-    "max_tokens": 4,
-}
 
 
 async def test_a_reward_for_the_rollout_and_for_its_calls(bench: Bench) -> None:

@@ -11,6 +11,7 @@ import pytest
 from coded import raises_coded
 from gateway_bench import Bench
 from log_events import records
+from waiting import until
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.errors import ApiError
@@ -55,12 +56,6 @@ async def _report(bench: Bench, lease_id: str, body: dict[str, Any]) -> tuple[in
     return status, answer.get("error", {}).get("code", "")
 
 
-async def _until(is_true: Any) -> None:
-    async with asyncio.timeout(20):
-        while not is_true():
-            await asyncio.sleep(0.01)
-
-
 async def test_report_is_the_outcome_and_counts_once(bench: Bench) -> None:
     async with _queue(bench) as queue:
         running = _start(queue)
@@ -79,7 +74,7 @@ async def test_report_is_the_outcome_and_counts_once(bench: Bench) -> None:
 async def test_worker_waits_for_work_and_work_for_a_worker(bench: Bench) -> None:
     async with _queue(bench) as queue:
         asking = [asyncio.create_task(_take(bench, name)) for name in ("w", "v")]
-        await _until(lambda: queue.num_workers == 2)
+        await until(lambda: queue.num_workers == 2)
         first = _start(queue, "a")
         later = [_start(queue, name) for name in "bcd"]
         taken = [await task for task in asking] + [await _take(bench, "w") for _ in range(2)]
@@ -95,7 +90,7 @@ async def test_workers_with_least_to_do_come_first(bench: Bench) -> None:
         held = [await _take(bench, "busy") for _ in works]
         for name in ("busy", "idle"):
             works.append(asyncio.create_task(_take(bench, name)))  # type: ignore[arg-type]
-        await _until(lambda: queue.num_workers == 2)
+        await until(lambda: queue.num_workers == 2)
         works.append(_start(queue, "c"))
         idle = works[-2]
         assert (await idle)["work"] == {"name": "c"}  # type: ignore[index]
@@ -237,7 +232,7 @@ async def test_cancelled_work_is_withdrawn(bench: Bench) -> None:
 async def test_worker_that_hangs_up_gets_no_lease(bench: Bench) -> None:
     async with _queue(bench) as queue:
         asking = asyncio.create_task(_take(bench, "gone"))
-        await _until(lambda: queue.num_workers == 1)
+        await until(lambda: queue.num_workers == 1)
         async with queue.worker() as worker:
             asking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -258,7 +253,7 @@ async def test_worker_asks_again_without_work(
     async with _queue(bench) as queue:
         assert (await _take(bench))["lease"] is None
         asking = asyncio.create_task(_take(bench))
-        await _until(lambda: queue.num_workers == 1)
+        await until(lambda: queue.num_workers == 1)
         async with queue.worker():
             pass  # its rollout could not begin
         assert (await asking)["lease"] is None
@@ -289,7 +284,7 @@ async def test_failed_queue_ends_what_waits(bench: Bench) -> None:
 async def test_closed_queue_sends_workers_away(bench: Bench) -> None:
     async with _queue(bench) as queue:
         asking = asyncio.create_task(_take(bench))
-        await _until(lambda: queue.num_workers == 1)
+        await until(lambda: queue.num_workers == 1)
     assert (await asking)["lease"] is None
     status, answer, _ = await bench.post(
         {"worker": "w", "agent": AGENT, "version": VERSION}, path="/v1/leases/take"

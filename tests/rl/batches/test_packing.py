@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 from coded import raises_coded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,24 +34,25 @@ def test_a_trie_that_fits_stays_in_one_row():
     assert [(row.members, row.nodes, row.targets) for row in rows] == [([0, 1, 2], 13, 3)]
 
 
-def test_a_split_trie_repeats_its_prefix_once_per_row():
-    # 10 shared tokens and 8 branches of 5 are 50 nodes. They fit two rows of 30 = 10 + 4 * 5.
-    paths = [PREFIX + [branch] * 5 for branch in range(8)]
-    rows = pack_rows(forest(*paths), max_nodes=30, max_targets=99)
-    assert [row.nodes for row in rows] == [30, 30]
+@pytest.mark.parametrize(
+    ("paths", "max_nodes", "nodes"),
+    [
+        # A split trie repeats its prefix once per row: 10 shared tokens and 8 branches of 5 are 50
+        # nodes. They fit two rows of 30 = 10 + 4 * 5.
+        ([PREFIX + [branch] * 5 for branch in range(8)], 30, [30, 30]),
+        # The emptiest row is dissolved into the gaps of others: of three tries of 10 + 2 * 5 = 20
+        # nodes, no two fit into a row of 36. But 20 + 15 = 35 fit, so two rows suffice.
+        ([[t] * 10 + [branch] * 5 for t in range(3) for branch in (7, 8)], 36, [35, 35]),
+    ],
+)
+def test_tries_fill_rows(paths, max_nodes, nodes):
+    rows = pack_rows(forest(*paths), max_nodes=max_nodes, max_targets=99)
+    assert sorted(row.nodes for row in rows) == nodes
 
 
 def test_the_number_of_targets_splits_too():
     rows = pack_rows(forest(*[[1, 2, 3]] * 4, num_targets=2), max_nodes=100, max_targets=4)
     assert [(row.nodes, row.targets) for row in rows] == [(3, 4), (3, 4)]
-
-
-def test_the_emptiest_row_is_dissolved_into_the_gaps_of_others():
-    # Of three tries of 10 + 2 * 5 = 20 nodes, no two fit into a row of 36. But 20 + 15 = 35 fit,
-    # so two rows suffice.
-    paths = [[trie] * 10 + [branch] * 5 for trie in range(3) for branch in (7, 8)]
-    rows = pack_rows(forest(*paths), max_nodes=36, max_targets=99)
-    assert sorted(row.nodes for row in rows) == [35, 35]
 
 
 def test_a_path_that_fits_nowhere_is_refused():

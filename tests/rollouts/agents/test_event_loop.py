@@ -12,30 +12,27 @@ from pathlib import Path
 import openai
 import pytest
 from log_events import events, records
+from served_runs import SERVE, TOY, model_and_engine
 
-from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.rollouts.agents import event_loop
 from lightning_jax.rollouts.agents.event_loop import PATIENCE, isolate_agent, watched_loop
 from lightning_jax.rollouts.agents.functions import Agent, Result, call_foreign, load_agent
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.testing.service import run_service
-from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.types import LLM, Rollout, Task
 
-TOY = Path(__file__).parents[2] / "toy_agent.py"
-SERVE = ServeConfig(slots=4, max_len=128, prefill_buckets=(16, 64))
 TICK_S = 0.02  # of the watchdog
 NOBODY = LLM("http://127.0.0.1:1/v1", "key", "policy")
 
 
 async def rolled_out(path: Path, agent: Agent, number: int = 2, **settings: float) -> list[Rollout]:
-    model = tiny_model()
-    engine = SlotPrograms(model.config, SERVE)
     config = RolloutConfig(**settings)  # type: ignore[arg-type]
     requests = make_requests([{"id": "a", "question": "0?"}], "train", 0, number)
-    async with run_service(path, model, engine, SERVE) as service, isolate_agent(agent) as agent:
+    async with (
+        run_service(path, *model_and_engine(), SERVE) as service,
+        isolate_agent(agent) as agent,
+    ):
         runner = Runner(agent, service.gateway, config, seed=0)
         rollouts = await run_requests(requests, runner)
         for rollout in rollouts:

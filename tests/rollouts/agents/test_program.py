@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from coded import raises_coded
 from log_events import records
-from test_runner import SERVE, TASKS, TOY, _model_and_engine
+from served_runs import SERVE, TASKS, TOY, model_and_engine
 
 from lightning_jax.rollouts.agents import process, program
 from lightning_jax.rollouts.agents.functions import Agent, load_agent
@@ -43,7 +43,7 @@ async def running(path: Path, agent: Agent, **settings: Any) -> AsyncIterator[Ru
     config = RolloutConfig(
         max_infrastructure_failures=1.0, max_attempts=2, retry_delay_s=0.0, **settings
     )
-    async with run_service(path, *_model_and_engine(), SERVE) as service:
+    async with run_service(path, *model_and_engine(), SERVE) as service:
         yield Runner(agent, service.gateway, config, seed=0)
 
 
@@ -586,39 +586,33 @@ def there(path: Path, function: str, python: str = sys.executable) -> Agent:
     return make_agent(AgentConfig(f"{path}:{function}", python=python))
 
 
-@pytest.mark.parametrize("function", ["measured", "plain"])
+NO_VALUES = (
+    "null/f1",
+    "not_finite/em",
+    *(f"wrong_type/{n}" for n in ("pair", "loop", "broken", "log")),
+)
+
+
+@pytest.mark.parametrize(
+    ("function", "metrics"),
+    [
+        ("measured", {"urls": 1.0}),
+        ("plain", {"urls": 1.0}),
+        ("numbers", {"n": 3.0}),  # numpy's
+        ("named", {}),  # by which it can be imported
+        ("traced", {}),  # below the rollout's span
+        (
+            "without_values",
+            {"n": 3.0, "('a', 'b')": 0.5} | {f"dropped_metrics/{n}": 1.0 for n in NO_VALUES},
+        ),
+    ],
+)
 async def test_a_function_runs_in_another_interpreter(
-    other_agents: Path, tmp_path: Path, function: str
+    other_agents: Path, tmp_path: Path, function: str, metrics: dict[str, float]
 ) -> None:
     rollout = await rolled_out(tmp_path, there(other_agents, function))
-    assert (rollout.status, rollout.reward, rollout.metrics) == ("scored", 1.0, {"urls": 1.0})
-
-
-async def test_there_it_has_the_name_by_which_it_can_be_imported(
-    other_agents: Path, tmp_path: Path
-) -> None:
-    assert (await rolled_out(tmp_path, there(other_agents, "named"))).reward == 1.0
-
-
-async def test_numpys_numbers_come_from_there(other_agents: Path, tmp_path: Path) -> None:
-    rollout = await rolled_out(tmp_path, there(other_agents, "numbers"))
-    assert (rollout.reward, rollout.metrics) == (1.0, {"n": 3.0}), rollout.detail
-
-
-async def test_metrics_without_a_value_cost_no_reward_there(
-    other_agents: Path, tmp_path: Path
-) -> None:
-    rollout = await rolled_out(tmp_path, there(other_agents, "without_values"))
     assert (rollout.status, rollout.reward) == ("scored", 1.0), rollout.detail
-    reasons = {"null/f1", "not_finite/em"}
-    reasons |= {f"wrong_type/{name}" for name in ("pair", "loop", "broken", "log")}
-    counts = {f"dropped_metrics/{reason}": 1.0 for reason in reasons}
-    assert rollout.metrics == {"n": 3.0, "('a', 'b')": 0.5, **counts}
-
-
-async def test_its_spans_go_below_the_rollouts(other_agents: Path, tmp_path: Path) -> None:
-    rollout = await rolled_out(tmp_path, there(other_agents, "traced"))
-    assert (rollout.status, rollout.reward) == ("scored", 1.0), rollout.detail
+    assert rollout.metrics == metrics
 
 
 @pytest.mark.parametrize(

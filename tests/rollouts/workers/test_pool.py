@@ -14,7 +14,8 @@ import psutil
 import pytest
 from coded import raises_coded
 from log_events import events, records
-from test_runner import SERVE, TASKS, TOY, _model_and_engine, _runner
+from served_runs import SERVE, TASKS, TOY, model_and_engine, open_runner
+from waiting import until
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.sessions.work_messages import Report
@@ -98,10 +99,9 @@ async def _local(
     tmp_path: Path, agent: AgentConfig, number: int = 1, **settings: Any
 ) -> AsyncIterator[Runner]:
     """Yield a runner with local workers over the tiny model."""
-    model, engine = _model_and_engine()
     config = RolloutConfig(**{"retry_delay_s": 0.0, "concurrency": 4} | settings)
     async with (
-        run_service(tmp_path, model, engine, SERVE) as service,
+        run_service(tmp_path, *model_and_engine(), SERVE) as service,
         open_workers(agent, number, service.gateway, config) as found,
     ):
         yield Runner(found, service.gateway, config, seed=0)
@@ -110,13 +110,6 @@ async def _local(
 def _ids(runner: Runner, rollout: Rollout) -> list[Any]:
     spans = runner.store.spans(rollout.rollout_id)
     return [span.attributes.get(attributes.RESPONSE_TOKEN_IDS) for span in spans]
-
-
-async def _until(is_true: Any) -> Any:
-    async with asyncio.timeout(60):
-        while not (found := is_true()):
-            await asyncio.sleep(0.02)
-    return found
 
 
 async def test_workers_give_the_same_rollouts_as_this_process(
@@ -135,7 +128,7 @@ async def test_workers_give_the_same_rollouts_as_this_process(
         for rollout in rollouts:
             root, call = runner.store.spans(rollout.rollout_id)
             assert call.parent_span_id == root.span_id
-    async with _runner(tmp_path / "here", "run") as runner:
+    async with open_runner(tmp_path / "here", "run") as runner:
         runner = replace(runner, agent=load_agent(f"{agent_file}:run", options))
         rollouts = await run_requests(requests, runner)
         found["here"] = [(r.reward, r.status, _ids(runner, r)) for r in rollouts]
@@ -166,7 +159,7 @@ async def test_outcomes_have_the_same_words(
     found = []
     for where in ("here", "worker"):
         (tmp_path / where).mkdir()
-        async with _runner(tmp_path / where, function, **settings) as runner:
+        async with open_runner(tmp_path / where, function, **settings) as runner:
             config = AgentConfig(f"{TOY}:{function}")
             async with _joined(runner, config, f"{TOY}:{function}") as joined:
                 runner = joined if where == "worker" else runner
@@ -214,7 +207,8 @@ async def test_rollouts_of_a_killed_worker_run_elsewhere_and_count_once(
     async with _local(tmp_path, config, 2) as runner:
         requests = make_requests(_hanging(tmp_path), "train", 0, 1)
         running = asyncio.create_task(run_requests(requests, runner))
-        killed = (await _until(lambda: len(_notes(tmp_path)) == 3 and _notes(tmp_path)))["t0"]
+        await until(lambda: len(_notes(tmp_path)) == 3)
+        killed = _notes(tmp_path)["t0"]
         lost = {task for task, pid in _notes(tmp_path).items() if pid == killed}
         os.kill(killed, signal.SIGKILL)
         for path in tmp_path.glob("t*-*"):  # end the others
@@ -238,7 +232,7 @@ async def test_deadline_cancels_the_agent_of_a_worker(tmp_path: Path, agent_file
         requests = make_requests(_hanging(tmp_path)[:1], "train", 0, 1)
         (rollout,) = await run_requests(requests, runner)
         assert (rollout.status, rollout.reason) == ("agent_failure", "deadline")
-        await _until(lambda: list(tmp_path.glob("*.cancelled")))
+        await until(lambda: list(tmp_path.glob("*.cancelled")))
 
 
 async def test_stopped_run_ends_its_workers(tmp_path: Path, agent_file: Path) -> None:
@@ -247,7 +241,7 @@ async def test_stopped_run_ends_its_workers(tmp_path: Path, agent_file: Path) ->
         requests = make_requests(_hanging(tmp_path)[:1], "train", 0, 1)
         running = asyncio.create_task(run_requests(requests, runner))
         began = tmp_path / "began"
-        pid = int(await _until(lambda: began.exists() and began.read_text()))
+        pid = int(await until(lambda: began.exists() and began.read_text()))
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -285,7 +279,7 @@ async def test_worker_elsewhere_that_keeps_ending_ends_the_run(
         ended = asyncio.create_task(asyncio.sleep(0, ("was lost", None)))
         yield StartedWorker(ended, lambda: None)
 
-    async with _runner(tmp_path, "measured") as runner:
+    async with open_runner(tmp_path, "measured") as runner:
         gateway, others = runner.gateway, OtherMachines(2, start)
         agent = AgentConfig(f"{TOY}:measured")
         async with open_workers(agent, 0, gateway, RolloutConfig(), others) as opened:
@@ -297,7 +291,7 @@ async def test_worker_elsewhere_that_keeps_ending_ends_the_run(
 
 
 async def test_worker_that_stops_gives_its_rollouts_back(tmp_path: Path) -> None:
-    async with _runner(tmp_path, "slow", max_attempts=2, timeout_s=30.0) as runner:
+    async with open_runner(tmp_path, "slow", max_attempts=2, timeout_s=30.0) as runner:
         queue = runner.gateway.work
         runner = replace(runner, agent=WorkerPool(queue))
         server = Server(runner.gateway.url, runner.gateway.api_key)
@@ -310,7 +304,7 @@ async def test_worker_that_stops_gives_its_rollouts_back(tmp_path: Path) -> None
             stopping = start("slow")
             requests = make_requests(TASKS[:1], "train", 0, 1)
             running = asyncio.create_task(run_requests(requests, runner))
-            await _until(lambda: queue.num_taken == 1)
+            await until(lambda: queue.num_taken == 1)
             stopping.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await stopping
@@ -328,7 +322,9 @@ async def test_worker_that_comes_back_late_is_not_counted(
 ) -> None:
     monkeypatch.setattr(worker, "beat_s", lambda lease_s: 30.0)  # no heartbeat in this test
     caplog.set_level("INFO", "lightning_jax")
-    async with _runner(tmp_path, "slow", max_attempts=1, max_infrastructure_failures=1.0) as runner:
+    async with open_runner(
+        tmp_path, "slow", max_attempts=1, max_infrastructure_failures=1.0
+    ) as runner:
         path = tmp_path / "late.py"
         path.write_text(
             "import asyncio\n\nasync def run(task, llm):\n    await asyncio.sleep(1)\n    return 1"
@@ -336,13 +332,13 @@ async def test_worker_that_comes_back_late_is_not_counted(
         async with _joined(runner, AgentConfig(f"{path}:run"), f"{path}:run", 0.3) as joined:
             (rollout,) = await run_requests(make_requests(TASKS[:1], "train", 0, 1), joined)
             assert (rollout.status, rollout.reason) == ("infrastructure_failure", "worker_lost")
-            await _until(lambda: "lease_refused" in events(caplog))
+            await until(lambda: "lease_refused" in events(caplog))
             assert joined.store.rollout(rollout.rollout_id) == rollout
 
 
 async def test_metrics_without_a_value_pass_a_worker(tmp_path: Path) -> None:
     async with (
-        _runner(tmp_path, "without_values") as runner,
+        open_runner(tmp_path, "without_values") as runner,
         _joined(runner, AgentConfig(f"{TOY}:without_values"), f"{TOY}:without_values") as joined,
     ):
         rollouts = [
@@ -367,7 +363,9 @@ async def test_worker_without_a_tasks_path_lets_others_try(tmp_path: Path) -> No
     (tmp_path / "db").touch()
     task = {**TASKS[0], "db": str(tmp_path / "db")}
     async with (
-        _runner(tmp_path, "measured", max_attempts=1, max_infrastructure_failures=1.0) as runner,
+        open_runner(
+            tmp_path, "measured", max_attempts=1, max_infrastructure_failures=1.0
+        ) as runner,
         _joined(runner, AgentConfig(f"{TOY}:measured"), f"{TOY}:measured") as joined,
     ):
         (rollout,) = await run_requests(make_requests([task], "train", 0, 1), joined)
@@ -389,7 +387,7 @@ async def test_worker_without_a_tasks_path_lets_others_try(tmp_path: Path) -> No
 async def test_refused_worker_ends_with_a_sentence(
     tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
-    async with _runner(tmp_path, "measured") as runner:
+    async with open_runner(tmp_path, "measured") as runner:
         server = Server(runner.gateway.url, changes.get("key", runner.gateway.api_key))
         agent = load_agent(f"{TOY}:measured")
         async with runner.gateway.work.opened({}, 30.0):
@@ -400,7 +398,7 @@ async def test_refused_worker_ends_with_a_sentence(
 async def test_worker_waits_for_a_server_that_starts_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, engine = _model_and_engine()
+    model, engine = model_and_engine()
     agent, working = load_agent(f"{TOY}:measured"), None
     serve = replace(SERVE, api_key="k")
     for step in range(2):
@@ -430,7 +428,7 @@ async def test_run_without_workers_says_how_to_start_one(
     monkeypatch.setattr(pool, "UNASKED_S", 0.05)
     async with _local(tmp_path, AgentConfig(f"{TOY}:measured"), 0) as runner:
         running = asyncio.create_task(run_requests(make_requests(TASKS, "train", 0, 1), runner))
-        await _until(lambda: "no_worker" in events(caplog))
+        await until(lambda: "no_worker" in events(caplog))
         await asyncio.sleep(0.1)
         running.cancel()
         (record,) = records(caplog, "no_worker")

@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from coded import raises_coded
 from log_events import records
+from waiting import until
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import Gateway
@@ -102,16 +103,13 @@ async def test_rollouts_that_wait_while_no_worker_asks_are_a_warning(
 
     async def agent(task: Task, llm: LLM) -> float:
         await asyncio.to_thread(lambda: None)
-        while not release.is_set():
-            await asyncio.sleep(0.01)
+        await until(release.is_set)
         return 1.0
 
     tasks = [{"id": f"t{n}"} for n in range(3)]  # one more than the worker takes
     async with _runner(30.0) as (runner, server), _worker(agent, server):
         running = asyncio.create_task(run_requests(make_requests(tasks, "train", 0, 1), runner))
-        async with asyncio.timeout(20):
-            while not records(caplog, "no_worker"):
-                await asyncio.sleep(0.02)
+        await until(lambda: records(caplog, "no_worker"))
         await asyncio.sleep(0.3)
         (record,) = records(caplog, "no_worker")  # once
         assert record.number == 1  # worker, which is busy

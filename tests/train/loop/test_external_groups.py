@@ -18,15 +18,14 @@ import pytest
 import toy_agent
 from coded import raises_coded
 from log_events import records
+from toy_runs import ahead_config
 
-from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.sessions import leases
-from lightning_jax.models.config import MeshConfig, ModelConfig
-from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.settings import ConfigError, save_config
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import CheckpointConfig, Config
+from lightning_jax.train.config import Config, EvalConfig
 from lightning_jax.train.loop import external_groups
 from lightning_jax.train.loop.check import check_agent, check_start
 from lightning_jax.train.loop.startup import open_run
@@ -41,18 +40,15 @@ WHOLE = {"id": "whole", "text": "long" * 1000}
 
 def _config(run_dir: Path, *, idle_s: float = 60.0, port: int = 0, **rollout: Any) -> Config:
     settings: dict[str, Any] = {"tasks_per_step": 2, "group_size": 2, "concurrency": 8}
-    return Config(
-        run_dir=str(run_dir),
+    config = ahead_config(run_dir)
+    return replace(
+        config,
         num_steps=3,
-        model=ModelConfig(name="tiny"),
-        serve=ServeConfig(slots=4, max_len=64, prefill_buckets=(32,), api_key=KEY, port=port),
+        serve=replace(config.serve, api_key=KEY, port=port),
         agent=AgentConfig(external=True, idle_s=idle_s),
         rollout=RolloutConfig(**settings | rollout),
         algorithm=CORRECTED,
-        batch=BatchConfig(rows=1, row_len=128, max_targets=64, head_chunk=64),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
-        checkpoint=CheckpointConfig(every=2),
-        mesh=MeshConfig(fsdp=1),
+        eval=EvalConfig(),
     )
 
 

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import jax
 import pytest
+from toy_runs import toy_config
 
-from lightning_jax.engine.config import ServeConfig
-from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.testing.records import sequence
-from lightning_jax.train.config import Config
 from lightning_jax.train.hook import UpdateInput
 from lightning_jax.train.loop.hooks import CompileAhead
 from lightning_jax.train.loop.startup import load_trainable
@@ -29,13 +27,8 @@ def _logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def test_the_first_update_compiles_nothing_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config(
-        run_dir=str(tmp_path / "run"),
-        model=ModelConfig(name="tiny"),
-        serve=ServeConfig(slots=4, max_len=64, prefill_buckets=(32,)),
-        batch=BatchConfig(rows=1, row_len=64, max_targets=32, head_chunk=32),
-        mesh=MeshConfig(fsdp=1),
-    )
+    batch = BatchConfig(rows=1, row_len=64, max_targets=32, head_chunk=32)
+    config = toy_config(Path("tiny"), tmp_path / "run", batch=batch)
     replica = Replica(config, load_trainable(config))
     CompileAhead(replica, 0).rollout_ended(None)  # no update is left
     ahead = CompileAhead(replica, 1)

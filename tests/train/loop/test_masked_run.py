@@ -6,12 +6,11 @@ from typing import Any
 
 import openai
 import pytest
+from toy_runs import toy_config
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
 from lightning_jax.rollouts.config import RolloutConfig
-from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
 from lightning_jax.train.loop import trainer
 from lightning_jax.train.watch.curves import describe
 from lightning_jax.types import LLM, Task
@@ -33,17 +32,14 @@ async def agent(task: Task, llm: LLM) -> float:
 
 
 def test_a_run_trains_under_the_masks_that_it_sampled_under(tmp_path: Path) -> None:
-    config = Config(
-        run_dir=str(tmp_path / "run"),
+    config = toy_config(
+        Path("tiny"),
+        tmp_path / "run",
         num_steps=2,
-        model=ModelConfig(name="tiny"),
         serve=ServeConfig(slots=4, max_len=512, prefill_buckets=(128,)),
         rollout=RolloutConfig(tasks_per_step=2, group_size=4),
         algorithm=AlgorithmConfig(num_minibatches=2, num_epochs=2),
         batch=BatchConfig(rows=1, row_len=512, max_targets=64, head_chunk=16),
-        eval=EvalConfig(every=0, num_tasks=1, at_start=False),
-        checkpoint=CheckpointConfig(every=9),
-        mesh=MeshConfig(fsdp=1),
     )
     rows = asyncio.run(trainer.train(config, TASKS, TASKS, agent=agent))[:2]
     for row in rows:

@@ -6,18 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import toy_agent
 from coded import raises_coded
 from log_events import records
+from toy_runs import MODEL, TOY, toy_config
 
-from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.config import ModelConfig
+from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import save_hf
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
-from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
+from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.testing.records import sequence
-from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import (
     CheckpointConfig,
@@ -32,8 +30,6 @@ from lightning_jax.train.loop.warmup_probes import Probe, is_past_peak, read_pro
 from lightning_jax.train.state.replica import Replica
 from lightning_jax.types import Rollout, Task
 
-TOY = Path(toy_agent.__file__)
-MODEL = tiny_model(num_layers=1)
 TASKS: list[Task] = [{"id": f"t{i}", "question": "abcdefgh"[i]} for i in range(8)]
 
 
@@ -102,16 +98,16 @@ def _config(model_dir: Path, run_dir: Path, **warmup: object) -> Config:
         optimizer=OptimizerConfig(learning_rate=1e-2),
         stop=stop,
     )
-    return Config(
-        run_dir=str(run_dir),
+    return toy_config(
+        model_dir,
+        run_dir,
         num_steps=2,
-        model=ModelConfig(name=str(model_dir)),
-        serve=ServeConfig(slots=16, max_len=64, prefill_buckets=(32,)),
-        agent=AgentConfig(f"{TOY}:run"),
         rollout=RolloutConfig(tasks_per_step=2, group_size=4),
         batch=BatchConfig(rows=8, row_len=64, max_targets=64, head_chunk=64),
+        optimizer=OptimizerConfig(),
         eval=EvalConfig(every=0, num_tasks=4, at_start=True),
         checkpoint=CheckpointConfig(every=100),
+        mesh=MeshConfig(),
         warmup=replace(made, **warmup),
     )
 

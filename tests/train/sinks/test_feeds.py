@@ -125,17 +125,13 @@ def test_sink_that_cannot_be_opened_loses_all_rows(
 def test_hanging_sink_holds_up_neither_steps_nor_the_end(
     opened: Callable[..., list[ListSink]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    never = threading.Event()
-    opened(lambda row: never.wait(60))
+    never, ended = threading.Event(), list[bool]()
+    opened(lambda row: ended.append(never.wait(60)))
     log = _log(tmp_path, close_s=0.2)
-    longest = 0.0
     for step in range(MAX_WAITING + 10):
-        started = time.monotonic()
         log.sinks.write({"step": step})
-        longest = max(longest, time.monotonic() - started)
-    started = time.monotonic()
     log.close("finished")
-    assert longest < 0.5 and time.monotonic() - started < 5.0
+    assert ended == []  # nobody waited for it
     assert log.sinks.counts()[LOST] >= MAX_WAITING
     assert len(records(caplog, "sink_failed")) == 1
     never.set()

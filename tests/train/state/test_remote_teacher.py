@@ -142,24 +142,25 @@ async def test_calls_at_another_temperature_are_not_scored(url: str) -> None:
     assert found[0] is None and found[1] is not None
 
 
-@pytest.mark.parametrize("logprobs", [None, {"token_logprobs": [None, -1.0]}])
-async def test_server_without_scores_is_refused(logprobs: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(
+    ("text", "logprobs", "error", "reason"),
+    [
+        (None, None, TeacherError, "not_scored"),
+        (None, {"token_logprobs": [None, -1.0]}, TeacherError, "not_scored"),
+        ("other words", None, ModelError, "mismatch"),
+    ],
+)
+async def test_server_that_does_not_score_these_tokens_is_refused(
+    text: str | None, logprobs: dict[str, Any] | None, error: type[Exception], reason: str
+) -> None:
     async def answer(request: web.Request) -> web.Response:
-        text = MODEL.tokenizer.decode((await request.json())["prompt"])
-        choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": logprobs}
+        prompt = (await request.json())["prompt"]
+        whole = {"token_logprobs": [None, *[-1.0] * len(prompt)]}  # with the sampled token
+        choice = {"index": 0, "finish_reason": "length", "logprobs": whole if text else logprobs}
+        choice["text"] = text or MODEL.tokenizer.decode(prompt)
         return web.json_response({"id": "x", "object": "text_completion", "choices": [choice]})
 
-    await _refused(answer, TeacherError, "not_scored")
-
-
-async def test_server_with_another_vocabulary_is_refused() -> None:
-    async def answer(request: web.Request) -> web.Response:
-        number = len((await request.json())["prompt"])
-        scores = {"token_logprobs": [None, *[-1.0] * number]}
-        choice = {"index": 0, "text": "other words", "finish_reason": "length", "logprobs": scores}
-        return web.json_response({"id": "x", "object": "text_completion", "choices": [choice]})
-
-    await _refused(answer, ModelError, "mismatch")
+    await _refused(answer, error, reason)
 
 
 async def test_wrong_key_is_one_sentence() -> None:

@@ -23,12 +23,9 @@ def test_the_picture_holds_the_curves(tmp_path: Path) -> None:
         {"step": s, "rollout/reward_mean": 0.1 * s, "train/mismatch_kl": 1e-9 * s} for s in range(5)
     ]
     rows[0] |= {"eval/reward_mean": 0.0, "eval/reward_stderr": 0.1}
+    drawn = [panel.metrics[0] for panels in panels_of(rows) for panel in panels]
+    assert drawn == ["rollout/reward_mean", "train/mismatch_kl"]
     plot_curves(rows, tmp_path / "curves.png", "a run")
-    few = (tmp_path / "curves.png").read_bytes()
-    assert few.startswith(b"\x89PNG")
-    rate = {"serve/tokens_generated": 9.0, "time/step_s": 3.0}
-    plot_curves([*rows, {"step": 5} | rate], tmp_path / "curves.png", "a run")
-    assert (tmp_path / "curves.png").read_bytes() != few
     assert [p.name for p in tmp_path.iterdir()] == ["curves.png"]
 
 

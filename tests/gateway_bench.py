@@ -16,6 +16,12 @@ from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.traces.store import Store
 from lightning_jax.types import LLM
 
+BODY: dict[str, Any] = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "Say something."}],
+    "max_tokens": 8,
+}
+LONG: dict[str, Any] = BODY | {"max_tokens": 480, "logit_bias": {"258": -100}}  # never ends early
 Connect = Callable[[LLM], openai.AsyncOpenAI]
 
 

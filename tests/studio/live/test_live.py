@@ -38,6 +38,9 @@ from lightning_jax.traces.store import Store
 
 FIRST = "train-00003-000-00-1"
 HOSTILE = "<script>document.title='taken'</script><img src=x onerror=alert(1)>\x1b[2J\u202eabc"
+SNAPSHOT = Path(__file__).with_name("answers.json")
+GROUP = "/groups/train-00003-000"
+SHOWN = ("", GROUP, f"{GROUP}/texts", f"/rollouts/{FIRST}", "/rollouts/train-00003-001-00-1")
 
 
 def add_rows(run: Path, *rows: dict[str, float]) -> None:
@@ -67,22 +70,23 @@ async def test_runs_have_status_rewards_and_settings_that_differ(tmp_path: Path)
     assert sorted(values["seed"]) == ["1", "2"] and "model.dtype" not in values
 
 
-async def test_run_has_metrics_and_failures_with_an_example(tmp_path: Path) -> None:
+async def test_answers_are_those_of_the_snapshot(tmp_path: Path) -> None:
+    """Set NEW_ANSWERS=1 to write the snapshot anew, and read its difference."""
     run = records.make_run(tmp_path)
     add_rows(run, {"step": 0, "a/x": 1.0, "rollout/num_rollouts": 8.0, "time/step_s": 60.0})
     add_rows(run, {"step": 1, "a/x": float("nan")}, {"step": 2, "b/y": 2.0})
     async with live(tmp_path) as page:
-        found = await page.get("")
+        answers = {path: await page.get(path) for path in SHOWN}
         columns = await page.get("/metrics", names="a/x,b/y,absent")
-    assert found["metrics"] == ["a/x", "b/y", "rollout/num_rollouts", "time/step_s"]
-    assert (found["train_steps"], found["eval_steps"]) == ([3], [3])
-    (failure,) = found["failures"]
-    assert (failure["reason"], failure["count"]) == ("deadline", 1)
-    assert failure["example"] == "train-00003-001-00-1"
-    assert columns["columns"]["a/x"] == [1.0, None, None]
-    assert columns["columns"]["b/y"] == [None, None, 2.0]
-    assert columns["columns"]["absent"] == [None] * 3
-    assert (columns["samples"], columns["minutes"]) == ([0, 8, 8], [0, 1, 1])
+        unknown = await page.get("/rollouts/nothing", 404)
+    for name in ("settings", "key", "model"):  # every new setting is one of them
+        del answers[""][name]
+    answers["/metrics?names=a/x,b/y,absent"] = columns
+    text = json.dumps(json.loads(json.dumps(answers), parse_float=lambda x: round(float(x), 4)))
+    if os.environ.get("NEW_ANSWERS"):
+        SNAPSHOT.write_text(json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n")
+    assert json.loads(text) == json.loads(SNAPSHOT.read_text())
+    assert unknown["error"]["reason"] == "unknown_rollout"
 
 
 @pytest.mark.parametrize(("better", "worse", "sign"), [(9, 1, 1), (1, 9, -1), (3, 1, 0), (0, 0, 0)])
@@ -98,14 +102,6 @@ async def test_run_says_whether_it_learns(
     assert found["warmup_steps"] == 0
     assert found["worst_group"]["group_id"] == "train-00003-000"
     assert found["worst_group"]["reward_mean"] == pytest.approx(1 / 3)
-
-
-async def test_run_without_steps_does_not_say_that_it_learns(tmp_path: Path) -> None:
-    records.make_run(tmp_path)
-    async with live(tmp_path) as page:
-        found = await page.get("")
-    assert [verdict["sign"] for verdict in found["learning"]] == [0]
-    assert found["worst_group"] is None
 
 
 async def test_a_run_says_what_its_warmup_and_the_steps_after_it_did(tmp_path: Path) -> None:
@@ -131,44 +127,6 @@ async def test_a_run_says_what_its_warmup_and_the_steps_after_it_did(tmp_path: P
     assert (warmup["sign"], after["sign"]) == (1, 0)
     assert "0.025 to 0.375" in warmup["text"] and "since step 0" in warmup["text"]
     assert "0.375 to 0.375" in after["text"] and "since step 10" in after["text"]
-
-
-async def test_group_has_attempts_with_rewards_and_advantages(tmp_path: Path) -> None:
-    records.make_run(tmp_path)
-    async with live(tmp_path) as page:
-        worst = await page.get("/groups", order="worst", phase="train")
-        group = await page.get("/groups/train-00003-000")
-        texts = (await page.get("/groups/train-00003-000/texts"))["attempts"]
-        failed = await page.get("/groups/train-00003-001")
-    assert [row["group_id"] for row in worst["groups"]] == ["train-00003-000", "train-00003-001"]
-    assert [attempt["reward"] for attempt in group["attempts"]] == [1.0, 0.0, 0.0]
-    shown = [[part["response"] for part in text["parts"]] for text in texts.values()]
-    assert [len(responses) for responses in shown] == [1, 1, 1]  # earlier ones are equal, too
-    assert all(response.startswith("Paris") for (response,) in shown)
-    assert texts[FIRST]["advantages"] == pytest.approx([2**0.5] * 2, rel=1e-3)
-    assert failed["task"] == [["question", "Which river?"], ["answer", '["Loire"]']]
-
-
-async def test_rollout_has_tokens_credit_task_and_neighbors(tmp_path: Path) -> None:
-    records.make_run(tmp_path)
-    async with live(tmp_path) as page:
-        found = await page.get(f"/rollouts/{FIRST}")
-        failed = await page.get("/rollouts/train-00003-001-00-1")
-        unknown = await page.get("/rollouts/nothing", 404)
-    assert [span["kind"] for span in found["spans"]] == ["agent", "llm", "tool", "llm"]
-    call = found["spans"][3]["call"]
-    text, logprob, version, is_forced = call["tokens"][0]
-    assert (logprob, version, is_forced) == (-0.1, 3, False) and "Paris".startswith(text)
-    assert call["credit"]["advantage"] == pytest.approx(2**0.5, rel=1e-3)
-    assert call["shares_with"] == 1
-    assert found["neighbors"] == {
-        "next_attempt": "train-00003-000-01-1",
-        "next_group": "train-00003-001-00-1",
-    }
-    assert failed["task"][0] == ["question", "Which river?"]
-    assert failed["task_name"] == "task_1: Which river?"
-    assert failed["neighbors"] == {"previous_group": FIRST}
-    assert unknown["error"]["reason"] == "unknown_rollout"
 
 
 async def test_search_finds_tasks_and_failures_in_any_case(tmp_path: Path) -> None:

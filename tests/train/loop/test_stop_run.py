@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 import toy_agent
+from toy_runs import toy_config
 
-from lightning_jax.engine.config import ServeConfig
-from lightning_jax.models.config import MeshConfig, ModelConfig
-from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rollouts.agents.functions import AgentFunction
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.results.failures import BrokenAgent
 from lightning_jax.traces.listing import Filter, StoreListing
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import Config, EvalConfig
+from lightning_jax.train.config import CheckpointConfig, Config
 from lightning_jax.train.loop.trainer import train
 from lightning_jax.train.state.checkpoint import Checkpointer
 from lightning_jax.train.state.replica import Replica
@@ -28,16 +26,9 @@ TASKS: list[Task] = [{"id": "t0", "question": "a"}, {"id": "t1", "question": "b"
 
 
 def _config(run_dir: Path) -> Config:
-    return Config(
-        run_dir=str(run_dir),
-        num_steps=3,
-        model=ModelConfig(name="tiny"),
-        serve=ServeConfig(slots=4, max_len=64, prefill_buckets=(32,)),
-        rollout=RolloutConfig(tasks_per_step=2, group_size=2, max_tokens=4),
-        batch=BatchConfig(rows=1, row_len=128, max_targets=64, head_chunk=64),
-        eval=EvalConfig(every=0, num_tasks=2, at_start=False),
-        mesh=MeshConfig(fsdp=1),
-    )
+    rollout = RolloutConfig(tasks_per_step=2, group_size=2, max_tokens=4)
+    once = CheckpointConfig()  # the last step alone
+    return toy_config(Path("tiny"), run_dir, num_steps=3, rollout=rollout, checkpoint=once)
 
 
 async def _stopped_at(moment: threading.Event, config: Config, agent: AgentFunction) -> None:

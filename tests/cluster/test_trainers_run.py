@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import toy_agent
-from test_cluster_run import TASKS, settings
+from cluster_runs import settings
+from toy_runs import TASKS
 
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.rl.config import BatchConfig

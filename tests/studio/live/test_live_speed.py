@@ -1,7 +1,7 @@
 """Measurements of the live page in a browser with a run of 10,000 rollouts.
 
-Each test prints its numbers: python -m pytest -s tests/studio/test_live_speed.py. Limits leave room
-for a machine with other work.
+Each test prints its numbers: python -m pytest -s tests/studio/live/test_live_speed.py. Limits leave
+room for a machine with other work.
 """
 
 import json

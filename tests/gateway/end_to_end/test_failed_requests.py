@@ -5,15 +5,15 @@ import contextlib
 import json
 import logging
 import sqlite3
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
 import aiohttp
 import openai
 import pytest
-from gateway_bench import Bench, Connect, MakeBench
+from gateway_bench import BODY, Bench, Connect, MakeBench
 from log_events import records
+from waiting import until
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.answer import AnswerBuilder
@@ -25,18 +25,7 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.types import Rollout
 
-BODY: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": "Say something."}],
-    "max_tokens": 8,
-}
 LONG: dict[str, Any] = BODY | {"max_tokens": 480, "seed": 1}
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -198,13 +187,13 @@ async def test_a_full_queue_asks_to_come_back(make_bench: MakeBench) -> None:
     async with make_bench(max_queue=0) as bench:
         base = bench.rollout().base_url
         first = asyncio.create_task(bench.post(LONG | {"n": 2}, base=base))
-        await _until(lambda: bench.loop.stats()["serve/running"] == 2)
+        await until(lambda: bench.loop.stats()["serve/running"] == 2)
         # Three more choices on four slots: all are refused, and their slots are free again.
         status, reply, headers = await bench.post(LONG | {"n": 3}, base=base)
         assert (status, reply["error"]["code"]) == (429, "queue_full")
         assert reply["error"]["type"] == "rate_limit_error" and headers["Retry-After"] == "1"
-        await _until(lambda: bench.loop.stats()["serve/cancelled"] == 2)
-        await _until(lambda: bench.loop.stats()["serve/queue_depth"] == 0)
+        await until(lambda: bench.loop.stats()["serve/cancelled"] == 2)
+        await until(lambda: bench.loop.stats()["serve/queue_depth"] == 0)
         assert (await bench.post(BODY, base=base))[0] == 200
         assert (await first)[0] == 200
         assert bench.gateway.close_rollout("r1").unanswered == ()
@@ -228,7 +217,7 @@ async def test_an_engine_that_dies_midway_ends_stream_and_call(
     stream = await client.chat.completions.create(**LONG, stream=True)
     whole = asyncio.create_task(bench.post(LONG, base=base))
     await anext(stream)
-    await _until(lambda: bench.loop.stats()["serve/running"] == 2)
+    await until(lambda: bench.loop.stats()["serve/running"] == 2)
     bench.loop.close()
     with pytest.raises(openai.APIError) as caught:
         async for _ in stream:
@@ -346,13 +335,13 @@ async def test_a_client_that_hangs_up_frees_its_slot(bench: Bench, stream: bool)
     headers = {"Authorization": f"Bearer {llm.api_key}"}
     request = bench.http.post(url, json=LONG | {"stream": stream}, headers=headers)
     task = asyncio.ensure_future(request)
-    await _until(lambda: bench.loop.stats()["serve/running"] == 1)
+    await until(lambda: bench.loop.stats()["serve/running"] == 1)
     if stream:
         (await task).close()
     else:
         task.cancel()
-    await _until(lambda: bool(bench.store.spans("r1")))
-    await _until(lambda: bench.loop.stats()["serve/running"] == 0)
+    await until(lambda: bool(bench.store.spans("r1")))
+    await until(lambda: bench.loop.stats()["serve/running"] == 0)
     assert bench.loop.stats()["serve/cancelled"] == 1
     assert spans_to_transitions(bench.store.spans("r1")) == ((), {"call_cancelled": 1})
     traffic = bench.gateway.close_rollout("r1")
@@ -371,7 +360,7 @@ async def test_a_client_that_closes_its_stream_is_not_our_error(
     url = f"{llm.base_url}/chat/completions"
     async with bench.http.post(url, json=LONG | {"stream": True}, headers=headers) as response:
         assert await response.text() == ""
-    await _until(lambda: bench.loop.stats()["serve/cancelled"] == 1)
+    await until(lambda: bench.loop.stats()["serve/cancelled"] == 1)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
     assert bench.gateway.close_rollout("r1").num_cancelled == 1
 
@@ -379,18 +368,18 @@ async def test_a_client_that_closes_its_stream_is_not_our_error(
 async def test_the_end_of_a_rollout_ends_its_calls(bench: Bench) -> None:
     base = bench.rollout().base_url
     call = asyncio.ensure_future(bench.post(LONG, base=base))
-    await _until(lambda: bench.loop.stats()["serve/running"] == 1)
+    await until(lambda: bench.loop.stats()["serve/running"] == 1)
     assert bench.gateway.close_rollout("r1").num_cancelled == 1
     with pytest.raises(aiohttp.ServerDisconnectedError):
         await call
-    await _until(lambda: bool(bench.store.spans("r1")))
-    await _until(lambda: bench.loop.stats()["serve/running"] == 0)
+    await until(lambda: bool(bench.store.spans("r1")))
+    await until(lambda: bench.loop.stats()["serve/running"] == 0)
     assert spans_to_transitions(bench.store.spans("r1")) == ((), {"call_cancelled": 1})
 
 
 async def test_closing_ends_calls_outside_of_rollouts_too(bench: Bench) -> None:
     call = asyncio.ensure_future(bench.post(LONG))
-    await _until(lambda: bench.loop.stats()["serve/running"] == 1)
+    await until(lambda: bench.loop.stats()["serve/running"] == 1)
     async with asyncio.timeout(10):
         await bench.gateway.close()
     await asyncio.gather(call, return_exceptions=True)

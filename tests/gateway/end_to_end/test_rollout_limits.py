@@ -1,35 +1,21 @@
 """Tests of the limits of one rollout, and that other rollouts are served meanwhile."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from gateway_bench import Bench, Connect, MakeBench
+from gateway_bench import BODY, LONG, Bench, Connect, MakeBench
+from waiting import until
 
 from lightning_jax.gateway.calls.responder import Responder
 from lightning_jax.gateway.dialects import openai_chat
-
-BODY: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": "Say something."}],
-    "max_tokens": 8,
-}
-LONG: dict[str, Any] = BODY | {"max_tokens": 480, "logit_bias": {"258": -100}}  # never ends early
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_calls_over_a_rollouts_limit_are_refused(make_bench: MakeBench) -> None:
     async with make_bench(max_calls_per_rollout=2) as bench:
         base, other = (bench.rollout(name).base_url for name in ("r1", "r2"))
         long = [asyncio.create_task(bench.post(LONG, base=base)) for _ in range(2)]
-        await _until(lambda: bench.loop.stats()["serve/running"] == 2)
+        await until(lambda: bench.loop.stats()["serve/running"] == 2)
         status, reply, headers = await bench.post(BODY, base=base)
         assert (status, reply["error"]["code"]) == (429, "too_many_calls")
         assert "serve.max_calls_per_rollout" in reply["error"]["message"]
@@ -46,12 +32,12 @@ async def test_choices_over_a_rollouts_limit_are_refused(make_bench: MakeBench) 
         assert (status, reply["error"]["code"]) == (400, "invalid_value")
         assert "serve.max_choices_per_rollout" in reply["error"]["message"]
         long = asyncio.create_task(bench.post(LONG | {"n": 2}, base=base))
-        await _until(lambda: bench.loop.stats()["serve/running"] == 2)
+        await until(lambda: bench.loop.stats()["serve/running"] == 2)
         status, reply, _ = await bench.post(BODY | {"n": 2}, base=base)
         assert (status, reply["error"]["code"]) == (429, "too_many_choices")
         assert (await bench.post(BODY, base=base))[0] == 200
         long.cancel()
-        await _until(lambda: bench.loop.stats()["serve/running"] == 0)
+        await until(lambda: bench.loop.stats()["serve/running"] == 0)
         assert (await bench.post(BODY | {"n": 3}, base=base))[0] == 200
 
 
@@ -59,7 +45,7 @@ async def test_a_retry_of_a_refused_call_does_not_join_an_equal_one(make_bench: 
     async with make_bench(max_choices_per_rollout=2) as bench:
         base, body = bench.rollout().base_url, LONG | {"n": 2}
         first = asyncio.create_task(bench.post(body, base=base))
-        await _until(lambda: bench.loop.stats()["serve/running"] == 2)
+        await until(lambda: bench.loop.stats()["serve/running"] == 2)
         assert (await bench.post(body, base=base))[0] == 429
         again = await bench.post(body, base=base, **{"x-stainless-retry-count": "1"})
         assert (again[0], bench.gateway.stats()["serve/joined_calls"]) == (429, 0)
@@ -72,7 +58,7 @@ async def test_a_call_that_outlives_its_client_counts_as_in_flight(make_bench: M
         base = bench.rollout().base_url
         patience = {"x-stainless-read-timeout": "0.001"}
         call = asyncio.create_task(bench.post(LONG | {"n": 2}, base=base, **patience))
-        await _until(lambda: bench.loop.stats()["serve/running"] == 2)
+        await until(lambda: bench.loop.stats()["serve/running"] == 2)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         assert (await bench.post(BODY, base=base))[0] == 429
@@ -102,7 +88,7 @@ async def test_a_neighbour_is_answered_beside_a_flood(bench: Bench) -> None:
     flooding, honest = (bench.rollout(name) for name in ("flood", "honest"))
     alone = await bench.post(BODY | {"temperature": 0}, base=honest.base_url)
     flood = asyncio.create_task(bench.post(LONG | {"n": 64}, base=flooding.base_url))
-    await _until(lambda: bench.loop.stats()["serve/running"] == 3)
+    await until(lambda: bench.loop.stats()["serve/running"] == 3)
     requests = bench.loop.stats()["serve/requests"]
     for _ in range(3):
         beside = await bench.post(BODY | {"temperature": 0}, base=honest.base_url)

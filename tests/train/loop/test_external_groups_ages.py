@@ -12,17 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_runs import ahead_config
 
-from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.sessions.work_messages import EndFields, OpenFields
-from lightning_jax.models.config import MeshConfig, ModelConfig
-from lightning_jax.rl.config import AlgorithmConfig, BatchConfig
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.prepare import prepare_step
 from lightning_jax.rollouts.collect import read_trajectories
 from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import Config
+from lightning_jax.train.config import Config, EvalConfig
 from lightning_jax.train.loop.startup import open_run
 from lightning_jax.train.watch.findings import findings
 from lightning_jax.types import Metrics, Rollout, Span
@@ -40,16 +39,15 @@ ALGORITHM = AlgorithmConfig(
 
 def _config(run_dir: Path, **rollout: Any) -> Config:
     settings: dict[str, Any] = {"tasks_per_step": PER_STEP, "group_size": 1, "concurrency": 1000}
-    return Config(
-        run_dir=str(run_dir),
+    config = ahead_config(run_dir)
+    return replace(
+        config,
         num_steps=NUM_STEPS,
-        model=ModelConfig(name="tiny"),
-        serve=ServeConfig(slots=4, max_len=64, prefill_buckets=(32,), api_key="owner-key"),
+        serve=replace(config.serve, api_key="owner-key"),
         agent=AgentConfig(external=True),
         rollout=RolloutConfig(**settings | rollout),
         algorithm=ALGORITHM,
-        batch=BatchConfig(rows=1, row_len=128, max_targets=64, head_chunk=64),
-        mesh=MeshConfig(fsdp=1),
+        eval=EvalConfig(),
     )
 
 

@@ -1,6 +1,6 @@
 """Soak test: a hundred agents disconnect, time out and continue while the weights change.
 
-Not part of `make test`: python -m pytest -m slow tests/gateway/test_soak.py (SOAK_MINUTES, 20).
+Not part of `make test`: python -m pytest -m slow tests/gateway/end_to_end/test_soak.py
 """
 
 import asyncio

@@ -22,7 +22,7 @@ FORMATS = (
 class SchemaFuzzer:
     """Generator of schemas up to a depth. The same seed gives the same schemas."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self._random = random.Random(seed)
 
     def schema(self, depth: int = 4) -> Schema:

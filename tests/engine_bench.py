@@ -1,0 +1,59 @@
+"""Shared parts of the engine's tests: a running loop, and a full pass to compare with."""
+
+import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.device.pages import PageCopier, page_bytes
+from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.types import SamplingParams
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.transformer import forward, unembed
+
+SERVE = ServeConfig(slots=4, max_len=96, prefill_buckets=(8, 32), max_queue=8)
+
+
+@dataclass
+class Bench:
+    """Running loop with its model and engine."""
+
+    model: LoadedModel
+    engine: SlotPrograms
+    loop: EngineLoop
+
+    def ids(self, text: str) -> list[int]:
+        return self.model.tokenizer.encode(text)
+
+
+def greedy(max_tokens: int = 10, **settings) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **settings)
+
+
+def with_pages(engine: SlotPrograms, num_pages: int) -> SlotPrograms:
+    """Return the same compiled engine with another page pool."""
+    other = copy.copy(engine)
+    mib = num_pages * page_bytes(engine.config.shape, engine._dtype) / 2**20
+    serve = replace(SERVE, prefix_cache_mib=mib)
+    other.pages = PageCopier(engine.config.shape, serve, engine._dtype, engine._cache)
+    assert other.pages.num_pages == num_pages
+    return other
+
+
+def full_logprobs(model: Any, ids: list[int]) -> np.ndarray:
+    """Return log-probabilities [T, V] of the token after each one, from a pass without cache."""
+    padded = np.pad(ids, (0, -len(ids) % 128))  # later tokens do not affect earlier ones
+    return np.asarray(full_pass(model.params, model.config, padded))[: len(ids)]
+
+
+@partial(jax.jit, static_argnums=1)
+def full_pass(params: Any, config: Any, ids: Any) -> Any:
+    positions = jnp.arange(len(ids), dtype=jnp.int32)[None]
+    hidden, _ = forward(params, config, ids[None], positions)
+    return jax.nn.log_softmax(unembed(params, config, hidden[0]), axis=-1)

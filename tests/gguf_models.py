@@ -1,0 +1,119 @@
+"""Small models of every family, and GGUF files of them."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+from gguf import GGUFValueType
+
+from lightning_jax.models.attention.attention import rope_frequencies
+from lightning_jax.models.formats.families import FAMILIES
+from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
+from lightning_jax.models.shape import DecoderConfig, DecoderShape, RopeScaling
+from lightning_jax.models.transformer import init_params
+from lightning_jax.testing.tiny import tiny_model
+
+TINY = tiny_model()
+SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
+NUMBER, REAL, FLAG = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.BOOL
+TEXT, ARRAY, SIGNED = GGUFValueType.STRING, GGUFValueType.ARRAY, GGUFValueType.INT32
+
+
+def variant(family: str) -> LoadedModel:
+    """Return a model with all that its family has, whose weights are all random."""
+    shape = DecoderShape(
+        259, 16, 24, 2, 4, 2, 6, rope_theta=500000.0,
+        rope_scaling=SCALING if family == "llama" else None,
+        tie_embeddings=family != "qwen3", qkv_bias=FAMILIES[family].qkv_bias,
+        qk_norm=FAMILIES[family].qk_norm, family=family,
+    )  # fmt: skip
+    config = DecoderConfig(shape)
+    params = init_params(config, jax.random.key(1))
+    noisy = {path: leaf + 0.1 for path, leaf in flatten(params).items()}
+    return dataclasses.replace(TINY, config=config, params=unflatten(noisy))
+
+
+def assert_equal(loaded: LoadedModel, saved: LoadedModel) -> None:
+    assert loaded.config == saved.config
+    ours, theirs = flatten(loaded.params), flatten(saved.params)
+    assert ours.keys() == theirs.keys()
+    for path, leaf in ours.items():
+        np.testing.assert_array_equal(leaf, theirs[path])
+
+
+def _permute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder a Llama query or key weight like the GGUF converter: rows 0 1 2 3 to 0 2 1 3."""
+    split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _tensors(model: LoadedModel) -> dict[str, np.ndarray]:
+    shape, flat, tensors = model.config.shape, flatten(model.params), {}
+    for param in named_params(shape):
+        rows = np.asarray(flat[param.path])
+        rows = rows.T if param.transpose else rows
+        heads = {"q": shape.num_heads, "k": shape.num_kv_heads}.get(param.path[1])
+        if shape.family == "llama" and heads:
+            rows = _permute(rows, heads)
+        tensors[param.gguf] = np.ascontiguousarray(rows)
+    return tensors
+
+
+def write_gguf(
+    path: Path,
+    model: LoadedModel,
+    fields: Mapping[str, tuple[Any, ...]] = {},
+    *,
+    tensors: Mapping[str, np.ndarray] = {},
+    kept: Collection[str] | None = None,
+    is_quantized: bool = False,
+) -> None:
+    """Write a GGUF file of the model, or of the tensors `kept`.
+
+    `fields` has more fields, or other values for them: (value, type, type of an array's items).
+    `tensors` are written too. `is_quantized` rounds the embedding to 8 bits.
+    """
+    shape, family = model.config.shape, model.config.shape.family
+    vocabulary = model.tokenizer.vocabulary
+    values: dict[str, tuple[Any, ...]] = {
+        f"{family}.embedding_length": (shape.embed_dim, NUMBER),
+        f"{family}.feed_forward_length": (shape.mlp_dim, NUMBER),
+        f"{family}.block_count": (shape.num_layers, NUMBER),
+        f"{family}.attention.head_count": (shape.num_heads, NUMBER),
+        f"{family}.attention.head_count_kv": (shape.num_kv_heads, NUMBER),
+        f"{family}.attention.key_length": (shape.head_dim, NUMBER),
+        f"{family}.context_length": (shape.max_positions, NUMBER),
+        f"{family}.attention.layer_norm_rms_epsilon": (shape.norm_eps, REAL),
+        f"{family}.rope.freq_base": (shape.rope_theta, REAL),
+        "tokenizer.ggml.model": ("gpt2", TEXT),
+        "tokenizer.ggml.pre": ("gpt-2", TEXT),
+        "tokenizer.ggml.tokens": (sorted(vocabulary, key=vocabulary.__getitem__), ARRAY, TEXT),
+        "tokenizer.ggml.token_type": ([1] * 256 + [3] * 3, ARRAY, SIGNED),
+        "tokenizer.ggml.eos_token_id": (258, NUMBER),
+        "tokenizer.chat_template": (model.tokenizer.template, TEXT),
+    }
+    writer = gguf.GGUFWriter(path, family)
+    for name, value in (values | dict(fields)).items():
+        writer.add_key_value(name, *value)
+    for name, rows in _tensors(model).items():
+        if is_quantized and name == "token_embd.weight":
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(rows, kind), raw_dtype=kind)
+        elif kept is None or name in kept:
+            writer.add_tensor(name, rows)
+    more = dict(tensors)
+    if shape.rope_scaling:
+        usual = rope_frequencies(shape.head_dim, shape.rope_theta, None)
+        stretched = rope_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        more["rope_freqs.weight"] = np.asarray(usual / stretched)
+    for name, rows in more.items():
+        writer.add_tensor(name, rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
