@@ -342,7 +342,7 @@ def count_update(model: str, devices: Sequence[Any]) -> UpdateCounts:
     shape = adapted_shape(shape_of(model), lora, config.num_adapters)
     updater = phase_updater(shape, config, supervised=False, devices=devices)
     with _compiling(updater.mesh):
-        gradient, _ = lower_step(updater, config)
+        gradient, _ = lower_step(updater, config.model.dtype, config.distill)
     text = gradient.as_text()
     wide = [product for product in products_of(text) if product.dtypes == ("f32", "f32")]
     return UpdateCounts(

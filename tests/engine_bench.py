@@ -13,10 +13,11 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.pages import PageCopier, page_bytes
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.loop import EngineLoop
-from lightning_jax.engine.types import SamplingParams
+from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.transformer import forward, unembed
 
+GRAMMAR = 'start: "ab" /[a-z]{6,20}/ "z"'
 SERVE = ServeConfig(slots=4, max_len=96, prefill_buckets=(8, 32), max_queue=8)
 
 
@@ -57,3 +58,16 @@ def full_pass(params: Any, config: Any, ids: Any) -> Any:
     positions = jnp.arange(len(ids), dtype=jnp.int32)[None]
     hidden, _ = forward(params, config, ids[None], positions)
     return jax.nn.log_softmax(unembed(params, config, hidden[0]), axis=-1)
+
+
+def same(one: Completion, other: Completion) -> None:
+    assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
+    assert one.text == other.text
+    assert one.forced == other.forced
+    np.testing.assert_allclose(one.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
+    np.testing.assert_allclose(one.sampling_logprobs, other.sampling_logprobs, atol=1e-5)
+    best, others = (
+        [pair for token in result.top_logprobs for pair in token] for result in (one, other)
+    )
+    assert [token_id for token_id, _ in best] == [token_id for token_id, _ in others]
+    np.testing.assert_allclose([p for _, p in best], [p for _, p in others], atol=1e-5)

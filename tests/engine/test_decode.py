@@ -6,9 +6,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from engine_bench import SERVE, Bench
+from engine_bench import GRAMMAR, SERVE, Bench, same
 
 from lightning_jax.engine.decode import Request, Stepper, Steps
 from lightning_jax.engine.device.slots import SlotPrograms
@@ -32,19 +31,6 @@ def counted(loop: EngineLoop, before: dict[str, float]) -> dict[str, float]:
     now = loop.stats()
     names = ("serve/steps", "serve/tokens_generated", "serve/tokens_past_end")
     return {name.removeprefix("serve/"): now[name] - before[name] for name in names}
-
-
-def same(one: Completion, other: Completion) -> None:
-    assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
-    assert one.text == other.text
-    assert one.forced == other.forced
-    np.testing.assert_allclose(one.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
-    np.testing.assert_allclose(one.sampling_logprobs, other.sampling_logprobs, atol=1e-5)
-    best, others = (
-        [pair for token in result.top_logprobs for pair in token] for result in (one, other)
-    )
-    assert [token_id for token_id, _ in best] == [token_id for token_id, _ in others]
-    np.testing.assert_allclose([p for _, p in best], [p for _, p in others], atol=1e-5)
 
 
 async def test_all_kinds_of_requests_are_answered_as_one_step_at_a_time(bench: Bench, fast):
@@ -94,7 +80,6 @@ async def test_a_conversation_goes_on_from_what_is_cached(bench: Bench, fast):
     assert fast.stats()["serve/prefix_hit_tokens"] - before >= len(first)
 
 
-GRAMMAR = 'start: "ab" /[a-z]{6,20}/ "z"'
 MIXED = [
     SamplingParams(seed=1, max_tokens=40, top_p=0.9),
     SamplingParams(seed=2, max_tokens=40, grammar=GRAMMAR),

@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import pytest
+from engine_bench import SERVE, Bench
 
 from lightning_jax.engine.device.executables import Executables
 from lightning_jax.engine.types import SamplingParams
-
-from .conftest import SERVE, Bench
 
 NUM_TOKENS = 12  # of each response
 
@@ -94,7 +93,7 @@ def test_step_takes_one_array(traffic: Traffic) -> None:
     assert traffic.per_step == 1
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="17 to 25 arrays today")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="17 to 26 arrays today")
 def test_admission_takes_at_most_one_array(traffic: Traffic) -> None:
     assert traffic.per_admission <= 1
 
@@ -105,6 +104,7 @@ def test_step_reads_one_array(traffic: Traffic) -> None:
 
 
 def test_copies_are_no_more_than_before(traffic: Traffic) -> None:
-    # 8 to activate, 4 each to restore, to prefill and to store twice, and 1 to retire.
-    assert traffic.per_admission <= 25
+    # 8 to activate, 4 each to restore and to prefill, 1 to retire, and 4 for each page stored: 4
+    # requests store 8 or 9, by the turns in which they are admitted.
+    assert traffic.per_admission <= 26
     assert traffic.num_read <= 4 * traffic.num_steps

@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_bench import GRAMMAR, SERVE, Bench, same
 
 from lightning_jax.engine.device import slots
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.sampling import Adjustment, Work, sample
 from lightning_jax.engine.types import SamplingParams
-
-from .conftest import SERVE, Bench
-from .test_decode import GRAMMAR, same
 
 ROWS, VOCAB = 4, 600
 STEPS = 4
