@@ -179,7 +179,7 @@ def run(learner: Updater, config: Config, frozen: str, seed: int, steps: int) ->
         returns.append(float(np.mean([trajectory.reward for trajectory in trajectories])))
         values, _ = learner.values(state, trajectories)
         sequences, _ = prepare_policies(
-            trajectories, config.algorithm, config.policies, policy_version=0, values=values
+            trajectories, config.algorithm, config.policy_table, policy_version=0, values=values
         )
         state, _ = learner.update(state, sequences, None)
     return returns

@@ -184,10 +184,10 @@ class RunReader:
         if config is None:
             return TraceReader()
         if not config.reward_rules:  # nothing else needs the tokenizer
-            return TraceReader(config.roles, policies=config.policies)
+            return TraceReader(config.roles, policies=config.policy_table)
         tokenizer = self.tokenizer[0]
         assert tokenizer is not None, "_config has checked it"
-        return TraceReader(config.roles, config.reward_rules, tokenizer.decode, config.policies)
+        return TraceReader(config.roles, config.reward_rules, tokenizer.decode, config.policy_table)
 
     def _credit(self, rollout: Rollout) -> StepCredit:
         """Return the credit of the calls of the rollout's step, or a note if there is none."""
@@ -223,7 +223,7 @@ class RunReader:
         trajectories, _ = to_trajectories(
             self._store, rollouts, policy_version=step, reader=self._trace_reader
         )
-        found = step_credit(trajectories, config.algorithm, step=step, policies=config.policies)
+        found = step_credit(trajectories, config.algorithm, step=step, policies=config.policy_table)
         num_open = sum(rollout.status in ("queued", "running") for rollout in rollouts)
         if num_open == 0:
             return ids, found

@@ -1,6 +1,6 @@
 """Gateway whose calls all go to another server, so that no model is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -12,6 +12,7 @@ from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import FieldError
 from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.models.formats.find import tiny_tokenizer
+from lightning_jax.models.policies import ALL, Policy
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces.config import RoleConfig
@@ -20,7 +21,10 @@ from lightning_jax.traces.roles import Roles
 
 @dataclass(frozen=True)
 class RemoteEngine:
-    """Stand-in for the engine of a gateway whose `remote_routing` sends every call away."""
+    """Stand-in for the engine of a gateway that answers no calls itself.
+
+    Its `remote_routing` sends them away, or the samplers answer whose `counters` it has.
+    """
 
     model_name: str
     serve: ServeConfig = field(default_factory=ServeConfig)
@@ -28,9 +32,16 @@ class RemoteEngine:
     version: int = 0
     status: LoopStatus = "ok"
     num_slots: int = 0
+    counters: Callable[[], dict[str, float]] = dict
+
+    def start(self, num_requests: int = 1) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def stats(self) -> dict[str, float]:
-        return {}
+        return self.counters()
 
     async def prepare(self, grammar: str, owner: str = "") -> None:
         raise EngineError("no model is loaded; another server answers all calls.")
@@ -39,7 +50,7 @@ class RemoteEngine:
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
-        adapter: int | None = None,
+        policy: Policy = ALL,
         tenant: str | None = None,
         time_limit: TimeLimit | None = None,
         call: str | None = None,

@@ -6,14 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
 
-from lightning_jax.engine.admission import LoopStatus
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import EngineError, Generation, PromptTooLong
 from lightning_jax.engine.grammar.compiler import GrammarError
 from lightning_jax.engine.response import TimeLimit
-from lightning_jax.engine.types import Completion, SamplingParams
+from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.calls.offload import Offload
 from lightning_jax.gateway.calls.record import (
@@ -24,6 +23,7 @@ from lightning_jax.gateway.calls.record import (
     error_of,
     write_spans,
 )
+from lightning_jax.gateway.calls.remote import RemoteEngine
 from lightning_jax.gateway.calls.routing import Route
 from lightning_jax.gateway.calls.sampling import sampling_params
 from lightning_jax.gateway.dialects.base import ReplyContext
@@ -46,31 +46,6 @@ STANDSTILL = 2  # times the limit of a response: an engine that has not ended it
 MAX_RECORDED = 4  # times serve.max_len; a longer prompt is refused and its ids are not recorded
 
 
-@runtime_checkable
-class PolicyLoop(Protocol):
-    """Interface of an engine loop for the gateway, implemented by EngineLoop and JetStreamLoop."""
-
-    @property
-    def status(self) -> LoopStatus: ...
-
-    @property
-    def num_slots(self) -> int: ...
-
-    async def prepare(self, grammar: str, owner: str = "") -> None: ...
-
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        adapter: int | None = None,
-        tenant: str | None = None,
-        time_limit: TimeLimit | None = None,
-        call: str | None = None,
-    ) -> Generation: ...
-
-    def stats(self) -> dict[str, float]: ...
-
-
 @dataclass(frozen=True)
 class Prepared:
     """Request with its rendered prompts. With a `refusal`, it is recorded and gets that error."""
@@ -84,7 +59,7 @@ class Prepared:
 class Responder:
     """Model that answers requests, with its tokenizer, settings and store."""
 
-    loop: PolicyLoop
+    engine: Engine | RemoteEngine
     tokenizer: Tokenizer
     store: SpanSink | None
     served_model: str
@@ -168,7 +143,7 @@ class Responder:
     def _check_room(self, request: PolicyRequest, rollout: OpenRollout | None) -> None:
         """Raise ApiError if the call asks for more responses than can be in flight."""
         number = len(request.prompts or ("",)) * request.num_choices
-        room = self.loop.num_slots + self.serve.max_queue
+        room = self.engine.num_slots + self.serve.max_queue
         limits = {"serve.slots + serve.max_queue": room}
         if rollout:
             limits["serve.max_choices_per_rollout"] = rollout.limits.max_choices_per_rollout
@@ -213,7 +188,7 @@ class Responder:
                 raise
             if rollout and failure.code == "call_timeout":
                 # Its agent's fault if it had more choices in flight than there are slots.
-                failure.infrastructure = rollout.most_choices <= self.loop.num_slots
+                failure.infrastructure = rollout.most_choices <= self.engine.num_slots
             raise failure from error
         for parser, builder in writers:
             if rest := parser.finish():
@@ -270,7 +245,7 @@ class Responder:
             async with self.pauses.timeout(timeout_s):
                 for grammar in {choice.sampling.grammar for choice in call.choices}:
                     if grammar is not None:
-                        await self.loop.prepare(grammar, call.rollout_id or "")
+                        await self.engine.prepare(grammar, call.rollout_id or "")
             for choice, limit in zip(call.choices, limits, strict=True):
                 generations.append(self._submit(choice, call, limit))
             running.accept()
@@ -283,10 +258,11 @@ class Responder:
             waits.remove(limits)
 
     def _submit(self, choice: SampledChoice, call: Call, limit: TimeLimit) -> Generation:
-        adapter, tenant = call.route.adapter, call.rollout_id
+        policy, tenant = call.route.policy, call.rollout_id
+        assert policy is not None, "the call has been checked"
         try:
-            return self.loop.submit(
-                choice.prompt_ids, choice.sampling, adapter, tenant, limit, call.call_id
+            return self.engine.submit(
+                choice.prompt_ids, choice.sampling, policy, tenant, limit, call.call_id
             )
         except (PromptTooLong, GrammarError):
             raise

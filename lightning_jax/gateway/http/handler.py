@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from io import BytesIO
 
@@ -13,7 +13,7 @@ from aiohttp import web
 from lightning_jax.errors import brief
 from lightning_jax.gateway.calls.offload import INLINE_BYTES, FairQueue, dump_json
 from lightning_jax.gateway.calls.proxy import ProxiedCall, pass_on
-from lightning_jax.gateway.calls.responder import Prepared, Responder
+from lightning_jax.gateway.calls.responder import Prepared
 from lightning_jax.gateway.calls.routing import Route, read_traits
 from lightning_jax.gateway.dialects.base import Dialect, Dump, Event, Framing, Reply, Sender
 from lightning_jax.gateway.errors import ApiError, our_fault
@@ -105,23 +105,13 @@ class EventStream:
 
 
 class CallHandler:
-    """Handler that answers calls in every dialect.
+    """Handler that answers calls in every dialect."""
 
-    `responders` maps a role's `served_by` to a responder in this process. Other servers answer the
-    calls of the other roles.
-    """
-
-    def __init__(
-        self,
-        callers: Callers,
-        responders: Mapping[str, Responder],
-        reports: Reports,
-        bodies: Bodies,
-    ) -> None:
+    def __init__(self, callers: Callers, reports: Reports, bodies: Bodies) -> None:
         self._callers = callers
         self._routing = callers.routing
         self._meters = callers.responder.meters
-        self._responders = responders
+        self._responder = callers.responder
         self._reports = reports
         self._bodies = bodies
         self._turns = FairQueue()
@@ -182,7 +172,7 @@ class CallHandler:
             return web.json_response(ready)
         parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
         self._note_model(parsed.model, sender)
-        prepared = await self._responders[route.role.served_by].prepare(parsed, rollout, len(raw))
+        prepared = await self._responder.prepare(parsed, rollout, len(raw))
         running = call.running = self._start(call, route, prepared)
 
         def keep() -> bool:
@@ -245,7 +235,7 @@ class CallHandler:
             return running
         self._routing.check(route)
         span = self._reports.begin(headers, rollout)
-        running = self._responders[route.role.served_by].start(prepared, rollout, span, route)
+        running = self._responder.start(prepared, rollout, span, route)
         self.working.add(running.task)
         running.task.add_done_callback(self.working.discard)
         if rollout:

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from lightning_jax.models.config import policy_indices
 from lightning_jax.models.lora import overlay
 from lightning_jax.models.mesh import batch_sharding, num_row_shards
 from lightning_jax.models.shape import DecoderConfig
@@ -30,10 +28,10 @@ from lightning_jax.rl.critic import make_critic
 from lightning_jax.rl.dpo import drop_broken_pairs, weigh_pairs
 from lightning_jax.rl.gae import CallValues, state_sequences
 from lightning_jax.rl.losses.objectives import policy_objective, supervised_objective
-from lightning_jax.rl.losses.policy import NUM_TOKENS, is_maximum, tokens_metric
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.token_weights import split_minibatches
 from lightning_jax.rl.update import train_step
+from lightning_jax.rl.update.joining import merge_packing, merge_updates
 from lightning_jax.rl.update.kl_costs import charge_later_calls, has_later_calls
 from lightning_jax.rl.update.noise_scale import Halves, estimate_signal, split_halves
 from lightning_jax.rl.update.train_state import TrainState, init_state, make_optimizer
@@ -92,7 +90,7 @@ class Updater:
         sequences = state_sequences(
             trajectories,
             per_token=self.values_per_token,
-            adapters=policy_indices(self.policies.names if self.policies else ()),
+            adapters=None if self.policies is None else self.policies.indices,
         )
         batches, _ = make_batches(sequences, self.batch)
         sharded = put_on_mesh(batches, batch_sharding(self.mesh))
@@ -123,7 +121,7 @@ class Updater:
             make_batches(part, self.batch, skip_zero_advantage=self.skip_zero_advantage)
             for part in minibatch_sequences
         ]
-        metrics |= _merge_packing([stats for _, stats in parts])
+        metrics |= merge_packing([stats for _, stats in parts])
         metrics["time/batching_s"] = time.monotonic() - started
         rows = batch_sharding(self.mesh)
         minibatches = [put_on_mesh(batches, rows) for batches, _ in parts if batches]
@@ -384,30 +382,6 @@ def make_updater(  # noqa: PLR0913  (the arguments are independent)
     )
 
 
-def merge_updates(updates: Sequence[Metrics]) -> Metrics:
-    """Return one row of metrics for the updates of a step, of which there is at least one.
-
-    Counts are added, maxima stay maxima, and the rest are means, which tokens weigh if they are of
-    responses of one length. The sampler-trainer gap is that of the first update, whose weights did
-    the sampling.
-    """
-    row = {"train/num_updates": float(len(updates))}
-    for name in dict.fromkeys(name for update in updates for name in update):
-        having = [update for update in updates if name in update]
-        values = [update[name] for update in having]
-        if name == "train/mismatch_kl":
-            row[name] = values[0]
-        elif is_maximum(name):
-            row[name] = max(values)
-        elif name.startswith(("train/skipped_updates", NUM_TOKENS)):
-            row[name] = sum(values)
-        else:
-            over = tokens_metric(name)
-            weights = [1.0 if over == NUM_TOKENS else update[over] for update in having]
-            row[name] = sum(map(operator.mul, weights, values)) / sum(weights)
-    return row
-
-
 def _signal(
     first: Metrics, halves: Halves | None, sequences: Sequence[TrainingSequence], num_parts: int
 ) -> Metrics:
@@ -426,15 +400,4 @@ def _signal(
         "train/grad_signal": signal,
         "train/grad_noise": noise,
         "train/grad_square": norm**2,
-    }
-
-
-def _merge_packing(parts: Sequence[Metrics]) -> Metrics:
-    """Return the packing metrics of a step from those of its parts.
-
-    Parts have about the same size, so shares are averaged.
-    """
-    return {
-        name: sum(part[name] for part in parts) / (len(parts) if name.endswith("_share") else 1)
-        for name in parts[0]
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning_jax.cluster.ray_session import require_ray
 from lightning_jax.models.model_files import ModelError, local_path, read_chat_template
+from lightning_jax.models.policies import TEACHER
 from lightning_jax.rollouts.config import JudgeConfig, RewardConfig, require_agent
 from lightning_jax.rollouts.rewards.verdicts import read_rubric
 from lightning_jax.settings import ConfigError, changed_keys, load_config, read_saved
@@ -104,8 +105,9 @@ def check_judges(config: Config) -> None:
 def check_model(config: Config) -> None:
     """Raise ModelError if a file or folder with weights or the chat template does not exist."""
     bases = {f"policies.{name}.base": policy.base for name, policy in config.policies.items()}
-    models = {"model.name": config.model.name, "distill.teacher": config.teacher_model, **bases}
-    for key, name in models.items():
+    teacher = config.policy_table.row(TEACHER)
+    bases["distill.teacher"] = teacher and teacher.base
+    for key, name in {"model.name": config.model.name, **bases}.items():
         if name is None:
             continue
         try:

@@ -57,7 +57,13 @@ class Collector:
         self.tasks: dict[str, Task] = {}  # of the last step's groups, by the group's id
         self._failures = FailureWatch(runner.store, config.rollout.max_agent_failures)
         self._reader = TraceReader(
-            *(config.roles, config.reward_rules, tokenizer.decode, config.policies, config.rollout),
+            *(
+                config.roles,
+                config.reward_rules,
+                tokenizer.decode,
+                config.policy_table,
+                config.rollout,
+            ),
             max_staleness=config.algorithm.max_staleness,
         )
         self.groups = self._make_source()

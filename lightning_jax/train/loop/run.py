@@ -26,7 +26,7 @@ from lightning_jax.train.config import Config
 from lightning_jax.train.directory import EXPORTED, METRICS, status_of
 from lightning_jax.train.loop.collect import Collector, evaluate_if_due
 from lightning_jax.train.loop.compile_ahead import CompileAhead
-from lightning_jax.train.loop.serving import ServedPolicy
+from lightning_jax.train.loop.serving import ServedWeights
 from lightning_jax.train.loop.warmup_probes import WarmupProbes
 from lightning_jax.train.prompts.search import PromptSearch, is_due
 from lightning_jax.train.state.export import export
@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 class Run:
     """One run between steps, and the operations that change it.
 
-    `leader` changes the train state in all processes. `policies` serve its weights, one per
-    state in order, to the agents of `runner`.
+    `leader` changes the train state in all processes. `served` are its weights as the agents of
+    `runner` get them.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Run:
         model: LoadedModel,
         pipelines: Pipelines,
         leader: Leader[Replica],
-        policies: Sequence[ServedPolicy],
+        served: ServedWeights,
         runner: Runner,
         search: PromptSearch,
         hints: Hints | None = None,
     ) -> None:
         self.config, self.directory, self.model = config, Path(config.run_dir), model
         self.pipelines, self.leader, self.replica = pipelines, leader, leader.target
-        self.policies, self.gateway, self.store = policies, runner.gateway, runner.store
+        self.served, self.gateway, self.store = served, runner.gateway, runner.store
         self.search, self.hints = search, hints
         self.progress = Progress(lambda: count_work(self.gateway.stats()))
         self.compiling = CompileAhead(self.replica, config.total_steps - self.step)
@@ -83,7 +83,7 @@ class Run:
         self._idle = runner.idle
         self.collector.groups.restore(self.replica.progress)
         self.watches = (
-            FiniteWatch(config.weight_scopes, config.algorithm.max_nonfinite_steps),
+            FiniteWatch(self.replica.policies, config.algorithm.max_nonfinite_steps),
             PackingWatch(config.batch),
             DropWatch(config.batch),
         )
@@ -247,7 +247,7 @@ class Run:
             prepare_policies,
             trajectories,
             self.config.algorithm,
-            self.config.policies,
+            self.config.policy_table,
             policy_version=self.step,
             values=values,
         )
@@ -292,12 +292,12 @@ class Run:
         started = time.monotonic()
         self.leader.tell(Replica.publish)
         params = [
-            state.params if scope in self.replica.changed else None
-            for scope, state in zip(self.replica.scopes, self.replica.states, strict=True)
+            state.params if policy in self.replica.changed else None
+            for policy, state in zip(self.replica.policies, self.replica.states, strict=True)
         ]
         with self.replica.dispatching():
-            for policy, changed in zip(self.policies, params, strict=True):
-                policy.publish(changed, self.step)
+            for index, changed in enumerate(params):
+                self.served.publish(changed, self.step, index)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -353,9 +353,10 @@ class Run:
     def export(self) -> None:
         """Export the policies. See `export.export`."""
         (self.directory / EXPORTED).unlink(missing_ok=True)
-        for scope in self.replica.scopes:
-            params = self.leader.call(Replica.whole_params, scope)
-            export(self.directory, self.model, scope.policy, params, self.config.adapters)
+        adapters = self.config.policy_table.adapters
+        for policy in self.replica.policies:
+            params = self.leader.call(Replica.whole_params, policy)
+            export(self.directory, self.model, policy.name, params, adapters)
         write_whole(self.directory / EXPORTED, f'{{"step": {self.step}}}\n')
 
     async def close(self, error: BaseException | None = None) -> None:

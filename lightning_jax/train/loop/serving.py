@@ -1,7 +1,8 @@
 """Servers of a run: engines of its own process, or samplers in a cluster."""
 
+import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,19 +11,19 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning_jax.cluster.ray_session import ray_session
 from lightning_jax.cluster.sampler import SamplerSpec
-from lightning_jax.cluster.samplers import SampledPolicy, Samplers, SamplersAsEngine
+from lightning_jax.cluster.samplers import Samplers
 from lightning_jax.cluster.workers import workers_in_cluster
-from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.calls.remote import RemoteEngine
 from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.gateway.http.server import is_exposed
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.mesh import serving_mesh
+from lightning_jax.models.policies import INITIAL
 from lightning_jax.models.reshard import HostWeights, copy_host_weights, copy_to_host
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.scope import ALL
 from lightning_jax.rollouts.rewards.judge import judge_roles
 from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.rollouts.workers.pool import OtherMachines
@@ -32,23 +33,22 @@ from lightning_jax.train.state.replica import Replica
 
 
 @runtime_checkable
-class ServedPolicy(Protocol):
-    """Weights that answer requests, such as an Engine's."""
+class ServedWeights(Protocol):
+    """Weights that answer requests: an Engine's, or those of samplers."""
 
-    def publish(self, params: Params | None, version: int) -> None: ...
+    def publish(self, params: Params | None, version: int, weights: int) -> None: ...
 
 
 @dataclass(frozen=True)
 class Served:
     """Servers of a run.
 
-    `policies` has one entry per train state, in order. `engines` run in this process. Rollouts are
-    opened at `server`, or at the gateway if it is None. `workers` are those of a cluster.
+    `weights` are in the order of the train states. Rollouts are opened at `server`, or at the
+    gateway if it is None. `workers` are those of a cluster.
     """
 
     gateway: Gateway
-    policies: Sequence[ServedPolicy]
-    engines: Sequence[Engine] = ()
+    weights: ServedWeights
     server: RolloutServer | None = None
     workers: OtherMachines | None = None  # that run agents
 
@@ -62,7 +62,7 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
 
     Initial weights that a role asks for are copied now, before the train state takes ownership.
     """
-    has_initial = bool(config.initial_users)
+    has_initial = config.policy_table.row(INITIAL) is not None
     if config.cluster.samplers:
         dtype = config.model.dtype
         initial = copy_host_weights(copy_to_host(model.params, dtype)) if has_initial else None
@@ -74,23 +74,20 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
 
     @asynccontextmanager
     async def serve(replica: Replica) -> AsyncIterator[Served]:
-        engines = [
+        engine, *others = [
             make_engine(replace(model, params=params), version=replica.step, share_base=True)
             for params in [state.policy for state in replica.states]
         ]
-        running = engines if frozen is None else [*engines, frozen]
-        replica.share_devices(running)
+        for other in others:
+            engine.add(other)
+        if frozen is not None:
+            engine.add(frozen, are_counted=False)
+        replica.share_devices(engine)
         needs_ray = config.cluster.workers > 0
         with ray_session(config.cluster) if needs_ray else nullcontext() as ray:
             workers, address = _workers(config, ray)
-            gateway = Gateway(
-                _responders(config, engines),
-                store,
-                serve=address,
-                routing=routing_of(config),
-                initial=None if frozen is None else _responders(config, [frozen] * len(engines)),
-            )
-            yield Served(gateway, engines, running, workers=workers)
+            gateway = Gateway(engine, store, serve=address, routing=routing_of(config))
+            yield Served(gateway, engine, workers=workers)
 
     return serve
 
@@ -117,12 +114,7 @@ def _name_of(config: Config) -> str:
 
 def routing_of(config: Config) -> Routing:
     """Return who answers and trains which calls, those of judges included."""
-    return Routing(judge_roles(config.asked_models) | config.roles, config.policies)
-
-
-def _responders(config: Config, engines: Sequence[Engine]) -> Engine | LoopsByPolicy:
-    """Return the gateway's view of the engines, of which there is one per weight scope."""
-    return engines[0] if config.weight_scopes == (ALL,) else LoopsByPolicy(engines)
+    return Routing(judge_roles(config.asked_models) | config.roles, config.policy_table)
 
 
 @asynccontextmanager
@@ -132,9 +124,7 @@ async def _serve_by_samplers(
     async with AsyncExitStack() as at_end:
         ray = at_end.enter_context(ray_session(config.cluster))
         samplers = Samplers(ray, config.cluster, _name_of(config), store)
-        engine = SamplersAsEngine(
-            model.name, config.serve, model.tokenizer, counters=samplers.stats
-        )
+        engine = RemoteEngine(model.name, config.serve, model.tokenizer, counters=samplers.stats)
         workers, address = _workers(config, ray)
         gateway = Gateway(engine, store, serve=address)
         at_end.push_async_callback(samplers.end)
@@ -146,13 +136,13 @@ async def _serve_by_samplers(
             dtype=config.model.dtype,
             tensor=config.mesh.tensor,
             routing=routing_of(config),
-            by_policy=config.weight_scopes != (ALL,),
             num_requests=-(-requests_at_once(config) // config.cluster.samplers),
         )
-        params = [state.policy for state in replica.states]
-        await samplers.start(spec, params, replica.step, initial)
-        policies = [SampledPolicy(samplers, index) for index in range(len(params))]
-        yield Served(gateway, policies, server=samplers, workers=workers)
+        fixed = [] if initial is None else [(0, initial)]
+        dtype = config.model.dtype
+        trained = ((replica.step, copy_to_host(s.policy, dtype)) for s in replica.states)
+        await samplers.start(spec, itertools.chain(trained, fixed))
+        yield Served(gateway, samplers, server=samplers, workers=workers)
 
 
 def requests_at_once(config: Config) -> int:

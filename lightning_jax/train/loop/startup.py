@@ -15,7 +15,6 @@ import jax
 from aiohttp import web
 from filelock import FileLock, Timeout
 
-from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http.server import local_url
 from lightning_jax.gateway.sessions.open_rollouts import ReadActivity
@@ -31,7 +30,7 @@ from lightning_jax.rollouts.rewards.scoring import make_scorer
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.rollouts.workers.pool import OtherMachines, open_workers
-from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.settings import ConfigError, changed_keys, load_config
 from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.system.memory import freeze_objects, return_freed_memory
 from lightning_jax.system.network import go_direct
@@ -100,7 +99,7 @@ async def open_run(
         at_end.enter_context(_locked(directory))  # before loading the model, which takes long
         config = with_dtypes(config)
         sources = digests(config, train_tasks, dev_tasks, agent)
-        changed = find_changes(config, sources)
+        changed = find_changes(directory, changed_keys(directory / SETTINGS, config), sources)
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / STORE)))
         pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks, stored)
@@ -120,7 +119,6 @@ async def open_run(
         return_freed_memory()  # copies of the weights on their way to the engines
         service = open_service(
             served.gateway,
-            served.engines,
             made,
             config,
             requests_at_once(config),
@@ -133,7 +131,7 @@ async def open_run(
             model,
             pipelines,
             leader,
-            served.policies,
+            served.weights,
             runner,
             PromptSearch(config, runner, train_tasks, replica.step),
             hints,
@@ -157,23 +155,21 @@ def guarded_process(config: Config) -> Iterator[Config]:
 @asynccontextmanager
 async def open_service(
     gateway: Gateway,
-    engines: Sequence[Engine],
     agent: Agent | int | None,
     config: Config,
     num_requests: int = 1,
     server: RolloutServer | None = None,
     others: OtherMachines | None = None,
 ) -> AsyncIterator[Runner]:
-    """Start the engines and the gateway, and yield a runner of the agent, here or in workers.
+    """Start the gateway and its engine, and yield a runner of the agent, here or in workers.
 
     Without an agent, the runner only takes rollouts from outside.
 
-    Engines begin to compile what `num_requests` need that arrive together. All are closed at the
-    end.
+    The engine begins to compile what `num_requests` need that arrive together. Both are closed at
+    the end.
     """
     async with AsyncExitStack() as at_end:
-        for engine in engines:
-            at_end.callback(engine.close)
+        at_end.callback(gateway.engine.close)
         at_end.push_async_callback(gateway.close)
         if isinstance(agent, int):
             await gateway.start()  # which the workers call
@@ -183,8 +179,7 @@ async def open_service(
             isolated = isolate_agent(_no_agent if agent is None else agent)
             running = await at_end.enter_async_context(isolated)
             await gateway.start()
-        for engine in engines:
-            engine.start(num_requests)
+        gateway.engine.start(num_requests)
         at_end.enter_context(freeze_objects())
         store, decode = gateway.store, gateway.engine.tokenizer.decode
         assert store is not None, "rollouts are recorded"
@@ -277,7 +272,7 @@ def load_trainable(config: Config) -> LoadedModel:
     """
     dtype = config.model.dtype if config.model.lora.rank else "float32"
     model = load_configured(replace(config.model, dtype=dtype))
-    return adapted(model, config.model.lora, config.seed, config.num_adapters)
+    return adapted(model, config.model.lora, config.seed, config.policy_table.num_adapters)
 
 
 def _model_that_fits(config: Config) -> LoadedModel:

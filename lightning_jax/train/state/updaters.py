@@ -40,8 +40,9 @@ def adapter_policies(config: Config, *, supervised: bool) -> AdapterPolicies | N
 
     A supervised warm-up trains all of them separately.
     """
-    if not config.adapters:
+    table = config.policy_table
+    if not table.adapters:
         return None
-    trained = tuple(supervised or policy.trains for policy in config.policies.values())
+    trained = tuple(supervised or policy.trains for policy in table.named.values())
     separate = supervised or config.algorithm.policy_updates == "independent"
-    return AdapterPolicies(tuple(config.policies), trained, separate)
+    return AdapterPolicies(tuple(table.adapters), trained, separate)

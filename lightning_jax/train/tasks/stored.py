@@ -147,7 +147,9 @@ def _chosen(
 ) -> list[list[Attempt]]:
     """Return the attempts that supervised steps imitate, by group."""
     learn, decode = config.learn, load_tokenizer(config.model.name).decode
-    reader = TraceReader(config.roles, config.reward_rules, decode, config.policies, config.rollout)
+    reader = TraceReader(
+        config.roles, config.reward_rules, decode, config.policy_table, config.rollout
+    )
     attempts = stored_attempts(store, reader, learn.phase, rescored)
     condition = parse_condition(learn.where)
     groups = choose_attempts(attempts, condition, only_best=learn.only_best)
@@ -285,7 +287,7 @@ def attempt_sequences(
     """Return one sequence per call, with the token ids that were sampled.
 
     All tokens that a policy sampled have the same weight. Tokens that a grammar forced are only
-    read. `indices` are those of the policies, in `Config.policies`.
+    read. `indices` are those of several policies.
     """
     calls: dict[int | None, list[Transition]] = defaultdict(list)
     for attempt in (attempt for group in groups for attempt in group):
