@@ -174,7 +174,7 @@ def run(learner: Updater, config: Config, frozen: str, seed: int, steps: int) ->
     for step in range(steps):
         tasks = rng.integers(NUM_SYMBOLS, size=(NUM_GROUPS, NUM_ROUNDS))
         symbols = np.repeat(tasks, GROUP_SIZE, axis=0).astype(np.int32)
-        made = sample(state.policy, jax.random.fold_in(key, step), jnp.asarray(symbols))
+        made = sample(state.weights, jax.random.fold_in(key, step), jnp.asarray(symbols))
         trajectories = to_trajectories(symbols, made, frozen)
         returns.append(float(np.mean([trajectory.reward for trajectory in trajectories])))
         values, _ = learner.values(state, trajectories)

@@ -90,10 +90,10 @@ class Engine:
             )
 
     def add(self, other: "Engine", *, are_counted: bool = True) -> None:
-        """Take over the weights of an engine with the same programs, as the next of the policies'.
+        """Answer with the weights of another engine, too, under the next index.
 
-        Call this before `start`. No cached state crosses weights. `stats` and `num_slots` leave out
-        those that are not counted.
+        Both share their programs, and neither has started. Each set of weights keeps its own slots
+        and prefix cache. `stats` and `num_slots` leave out weights that are not counted.
         """
         self._weights += [replace(weights, are_counted=are_counted) for weights in other._weights]
 

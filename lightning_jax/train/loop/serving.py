@@ -76,7 +76,7 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
     async def serve(replica: Replica) -> AsyncIterator[Served]:
         engine, *others = [
             make_engine(replace(model, params=params), version=replica.step, share_base=True)
-            for params in [state.policy for state in replica.states]
+            for params in [state.weights for state in replica.states]
         ]
         for other in others:
             engine.add(other)
@@ -140,7 +140,7 @@ async def _serve_by_samplers(
         )
         fixed = [] if initial is None else [(0, initial)]
         dtype = config.model.dtype
-        trained = ((replica.step, copy_to_host(s.policy, dtype)) for s in replica.states)
+        trained = ((replica.step, copy_to_host(s.weights, dtype)) for s in replica.states)
         await samplers.start(spec, itertools.chain(trained, fixed))
         yield Served(gateway, samplers, server=samplers, workers=workers)
 

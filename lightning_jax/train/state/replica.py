@@ -156,7 +156,7 @@ class Replica:
         else:
             learner, top_k = self.learner, self.config.distill.num_top
             scorer = TeacherScorer(learner.functions.scores_fn, learner.batch, learner.mesh, top_k)
-            scores = scorer(self.states[index].policy, waiting)
+            scores = scorer(self.states[index].weights, waiting)
         scored = with_scores(sequences, scores)
         by_server = self.config.distill.teacher_url is not None
         metrics = teacher_metrics(scored) | count_unscored(scores, by_server=by_server)
@@ -196,7 +196,7 @@ class Replica:
     def _begin_policy(self) -> None:
         for index, policy in enumerate(self.policies):
             # Popped first, because old and new moments together would double the memory.
-            params = self.states.pop(index).policy
+            params = self.states.pop(index).weights
             self.states.insert(index, self.learner.init(params, trains=policy in self._learning))
         self.reference = self._first_reference()
 
@@ -213,7 +213,7 @@ class Replica:
     def publish_all(self) -> None:
         """Like `publish`, for all weights."""
         for state in self.states:
-            self._publish(state.policy)
+            self._publish(state.weights)
 
     def _publish(self, params: Params) -> None:
         if self.config.cluster.samplers:
@@ -231,7 +231,7 @@ class Replica:
 
     def whole_params(self, policy: Policy) -> Params:
         """Return the policy's weights, on the host if they span several processes."""
-        params = self.states[policy.weights].policy
+        params = self.states[policy.weights].weights
         return params if jax.process_count() == 1 else to_host(params)
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ def test_a_later_pass_keeps_what_a_kl_charged():
         [dataclasses.replace(b, advantages=b.advantages - 0.25 * b.target_mask) for b in batches]
         for _, batches in parts
     ]
-    fixed = made._fixed([p for p, _ in parts], [(batches, {}) for _, batches in parts], changed)
+    fixed = made._fixed(parts, changed)
     assert [item.advantage for item in fixed] == [(0.75,), (-1.25, -1.25)] * 4
     minibatches, _ = made._drawn_anew(fixed, fresh_state(made), 1)
     values = np.concatenate(
