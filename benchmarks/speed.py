@@ -12,6 +12,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -72,14 +73,18 @@ def main() -> None:
     serve = ServeConfig(slots=args.slots, max_len=2 * args.context, prefill_buckets=(args.context,))
     engine = SlotPrograms(model.config, serve, dtype=args.dtype)
     params, ids = engine.put_on_mesh(model.params), list(range(5, 5 + args.context))
-    fills = [Fill(0, 0, ids)]
-    seconds = median_s(lambda: engine.prefill(params, engine.init_row(), fills), 5)
+    box, fills = [engine.init_state()], [Fill(0, 0, ids)]
+
+    def fill() -> Any:
+        cache = engine.prefill(params, box[0].cache, fills)
+        box[0] = replace(box[0], cache=cache)
+        return cache
+
+    seconds = median_s(fill, 5)
     report(f"prefill of {args.context}", seconds, args.context, 2 * body * args.context, rate)
-    state = engine.init_state()
     for slot in range(args.slots):
         start = start_of(7, args.context - 64, SamplingParams(), slot)
-        state = engine.activate(state, slot, start)
-    box = [state]
+        box[0] = engine.activate(box[0], slot, start)
 
     def step() -> Any:
         box[0], sampled = engine.generate(params, box[0], args.context)

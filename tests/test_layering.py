@@ -22,15 +22,16 @@ ROOMS = (
         "gateway",
         "rollouts",
         "environments",
-        "cluster",
+        "train",
     ),
-    *("train", "studio", "cli", "__main__", "testing"),
+    *("cluster", "studio", "cli", "__main__", "testing"),
 )
 # Modules and rooms in a room, in the same order.
 INNER = {
     "settings": ("schema", "errors", "paths", "layers", "saved", "load", "loading"),
     "train": (
-        *("config", "directory", "sinks", "tasks", "state", "watch", "memory", "prompts", "loop"),
+        *("rules", "config", "directory", "hook", "sinks"),
+        *("tasks", "state", "watch", "memory", "prompts", "loop"),
     ),
     "rollouts": (
         *("config", "agents", "workers", "rewards", "results"),
@@ -53,8 +54,8 @@ INNER = {
         *("jetstream", "replicas", "engine"),
     ),
     "traces": (
-        *("config", "attributes", "tasks", "context", "otlp", "tree", "rewards", "roles"),
-        *("_groups", "_sqlite", "store", "convert", "listing", "trajectories"),
+        *("config", "attributes", "context", "otlp", "tree", "rewards", "roles"),
+        *("_sqlite", "rows", "_spans", "store", "convert", "listing", "trajectories"),
     ),
     "rl": (
         *("config", "algorithms", "choices", "sequence", "token_weights", "gae"),
@@ -125,3 +126,9 @@ def test_only_serve_jetstream_imports_jetstream() -> None:
         if "import jetstream" in path.read_text() or "from jetstream" in path.read_text()
     }
     assert users == {"engine/jetstream/engine.py"}
+
+
+def test_only_a_setting_names_the_loop_of_jetstream() -> None:
+    paths = PACKAGE.rglob("*.py")
+    users = {path.parent for path in paths if "jetstream" in _imports(path, "lightning_jax.engine")}
+    assert users == {PACKAGE / "engine/jetstream"}

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 
 from rich.console import Console
@@ -12,10 +12,10 @@ from lightning_jax.cli.policy_command import EvalArguments
 from lightning_jax.rollouts.results.compare_tasks import Rewards, compare_tasks
 from lightning_jax.rollouts.results.failures import FailureWatch
 from lightning_jax.rollouts.results.metrics import split_by
+from lightning_jax.rollouts.runner import Runner
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.comparison_tables import comparison_table
 from lightning_jax.studio.evaluation import (
-    Calls,
     count_calls,
     evaluation_table,
     learning_notes,
@@ -25,7 +25,7 @@ from lightning_jax.studio.evaluation import (
 )
 from lightning_jax.studio.terminal import as_terminal
 from lightning_jax.system.text import printable
-from lightning_jax.traces.store import Store, TemporaryStore
+from lightning_jax.traces.store import TemporaryStore
 from lightning_jax.train.config import Config
 from lightning_jax.train.loop.inference import PolicySource, open_runner, run_tasks
 from lightning_jax.train.tasks.data import evenly_spaced, load_tasks
@@ -53,10 +53,17 @@ def evaluate(config: Config, source: PolicySource, command: EvalArguments) -> No
     what = f"{len(tasks)}{repeats} tasks ({command.tasks}), {how}"
     console.print(f"{label} on {what}", markup=False, soft_wrap=True)
     with closing(TemporaryStore()) as store:
-        rollouts = asyncio.run(_rollouts(config, source, store, tasks, command))
+        opened = open_runner(config, source, store, tasks)
+        rollouts = asyncio.run(_rollouts(opened, tasks, command))
         FailureWatch(store).observe(rollouts, "the evaluation")
         calls = count_calls(store, rollouts)
-        _print_results(console, config, store, tasks, rollouts, calls)
+        of_rollouts = [task for task in tasks for _ in range(len(rollouts) // len(tasks))]
+        parts = {"all": list(rollouts)} | split_by(config.eval.by, of_rollouts, rollouts)
+        table = as_terminal(evaluation_table(parts, calls), console.width)
+        console.print("", table, "", sep="\n")
+        console.print(failure_table(store), markup=False, soft_wrap=True)
+        for note in learning_notes(rollouts, calls):
+            console.print(note, markup=False, soft_wrap=True)
     results = task_results(rollouts, calls)
     console.print(f"{time.monotonic() - started:.0f} s")
     if save is not None:
@@ -92,30 +99,8 @@ def _check_save(path: Path | None) -> None:
 
 
 async def _rollouts(
-    config: Config,
-    source: PolicySource,
-    store: Store,
-    tasks: Sequence[Task],
-    command: EvalArguments,
+    opened: AbstractAsyncContextManager[Runner], tasks: Sequence[Task], command: EvalArguments
 ) -> list[Rollout]:
     phase = "train" if command.sampled else "eval"
-    async with open_runner(config, source, store, tasks) as runner:
+    async with opened as runner:
         return await run_tasks(runner, tasks, phase, 0, command.repeats)
-
-
-def _print_results(
-    console: Console,
-    config: Config,
-    store: Store,
-    tasks: Sequence[Task],
-    rollouts: Sequence[Rollout],
-    calls: Mapping[str, Calls],
-) -> None:
-    """Print the table, the failures, and what is wrong with the calls."""
-    of_rollouts = [task for task in tasks for _ in range(len(rollouts) // len(tasks))]
-    parts = {"all": list(rollouts)} | split_by(config.eval.by, of_rollouts, rollouts)
-    table = as_terminal(evaluation_table(parts, calls), console.width)
-    console.print("", table, "", sep="\n")
-    console.print(failure_table(store), markup=False, soft_wrap=True)
-    for note in learning_notes(rollouts, calls):
-        console.print(note, markup=False, soft_wrap=True)

@@ -5,10 +5,10 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from lightning_jax.cli.runtime import cancel_at_stop, lack_of_memory
 from lightning_jax.errors import UserError
@@ -17,10 +17,9 @@ from lightning_jax.system.text import printable, with_marked_lines
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import STORE
-from lightning_jax.train.loop.startup import MakePage
 from lightning_jax.train.loop.trainer import train
 from lightning_jax.train.state.multihost import is_follower, is_leader
-from lightning_jax.train.watch.monitors import TROUBLESHOOTING
+from lightning_jax.train.watch.findings import TROUBLESHOOTING
 from lightning_jax.train.watch.report import (
     NOTHING_TRAINED,
     checkpoint_line,
@@ -31,15 +30,12 @@ from lightning_jax.train.watch.report import (
 )
 from lightning_jax.types import Task
 
+T = TypeVar("T")
 
-async def _train(
-    config: Config,
-    train_tasks: Sequence[Task],
-    dev_tasks: Sequence[Task],
-    make_page: MakePage | None,
-) -> list[dict[str, float | int]]:
+
+async def _until_stop(training: Coroutine[Any, Any, T]) -> T:
     with cancel_at_stop():
-        return await train(config, train_tasks, dev_tasks, make_page=make_page)
+        return await training
 
 
 def train_and_report(
@@ -60,7 +56,9 @@ def train_and_report(
     label = label or Path(config.run_dir)
     print(f"run directory: {label}", flush=True)
     try:
-        rows = asyncio.run(_train(config, train_tasks, dev_tasks, page_of if has_page else None))
+        make_page = page_of if has_page else None
+        training = train(config, train_tasks, dev_tasks, make_page=make_page)
+        rows = asyncio.run(_until_stop(training))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except Exception as error:

@@ -1,14 +1,13 @@
 """A training run whose trainer's processes are placed in a cluster."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from lightning_jax.cluster.ray_session import ray_session
-from lightning_jax.cluster.trainers import CommandLines, Trainers
-from lightning_jax.train.config import Config
+from lightning_jax.cluster.trainers import Trainers
+from lightning_jax.train.config import ClusterConfig, Config
 from lightning_jax.train.directory import newest_checkpoint
 
 CHILD = "lightning_jax.cli.trainer_child"
@@ -21,7 +20,7 @@ def train_in_cluster(config: Config, layers: Sequence[str], *, has_page: bool) -
     the trainer die again and again.
     """
     directory = Path(config.run_dir).resolve()
-    words = CommandLines(partial(_words, config, tuple(layers), has_page), os.getcwd())
+    words = partial(_words, config.cluster, tuple(layers), has_page)
     newest = partial(newest_checkpoint, directory)
     with ray_session(config.cluster) as ray:
         trainers = Trainers(ray, config.cluster, str(directory), words, newest)
@@ -32,7 +31,7 @@ def train_in_cluster(config: Config, layers: Sequence[str], *, has_page: bool) -
 
 
 def _words(
-    config: Config,
+    cluster: ClusterConfig,
     layers: tuple[str, ...],
     has_page: bool,
     index: int,
@@ -40,7 +39,6 @@ def _words(
     address: str,
 ) -> list[str]:
     """Return the command line of one process."""
-    cluster = config.cluster
     settings = [
         *layers,
         "cluster.trainers=0",

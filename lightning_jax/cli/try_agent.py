@@ -6,7 +6,7 @@ import json
 import shlex
 import statistics
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from rich.rule import Rule
 
 from lightning_jax.cli.policy_command import TryArguments
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.rollouts.runner import Runner
 from lightning_jax.settings import ConfigError, save_config
 from lightning_jax.studio.evaluation import count_calls, learning_notes
 from lightning_jax.studio.load import RunReader, recorded_settings
-from lightning_jax.studio.needs import need_lines, usage_of
+from lightning_jax.studio.needs import need_lines, needed_settings, usage_of
 from lightning_jax.studio.records import cut
 from lightning_jax.studio.terminal import render_rollout, render_run
 from lightning_jax.system.text import printable
@@ -44,16 +45,15 @@ def try_agent(config: Config, source: PolicySource, command: TryArguments) -> in
     config = replace(config, rollout=rollout, agent=agent)
     label, source = source.label(config), source.with_fixed_path()
     path = command.record and command.record.absolute()
-    task = find_task(config, command.task)
+    task = find_task(*load_tasks(config), command.task)
     agent = " ".join(config.agent.command or [str(config.agent.function)])
     text = cut(printable(json.dumps(task, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
     _say(console, f"{agent} on task {printable(task['id'])} with {label}: {text}")
     with closing(TemporaryStore() if path is None else Store(path)) as store:
         phase, number = "eval" if command.greedy else "train", command.num_attempts
         step = store.next_step(phase)
-        rollouts, tokenizer = asyncio.run(
-            _attempts(config, source, store, task, phase=phase, step=step, number=number)
-        )
+        opened = open_runner(config, source, store, [task])
+        rollouts, tokenizer = asyncio.run(_attempts(opened, task, phase, step, number))
         reader = RunReader(
             Path(store.path), store, config=config, tokenizer=tokenizer, has_credit=number > 1
         )
@@ -67,8 +67,10 @@ def try_agent(config: Config, source: PolicySource, command: TryArguments) -> in
             view = reader.run(phase=phase, step=step, limit=number)
             console.print(render_run(view, console.width))
         pairs = [(done, store.spans(done.rollout_id)) for done in rollouts]
-        usage = usage_of(pairs, config, is_remote_policy=source.server is not None)
-        for line in _summary(store, rollouts, command.greedy) + need_lines(usage, config):
+        is_remote = source.server is not None
+        usage = usage_of(pairs, config.rollout, config.serve, is_remote_policy=is_remote)
+        needed = needed_settings(usage, config.rollout, config.serve, config.batch)
+        for line in _summary(store, rollouts, command.greedy) + need_lines(usage, needed):
             _say(console, line)
     if path is not None:
         save_config(config, recorded_settings(path))
@@ -77,12 +79,11 @@ def try_agent(config: Config, source: PolicySource, command: TryArguments) -> in
     return 0 if all(done.status == "scored" for done in rollouts) else 1
 
 
-def find_task(config: Config, name: str | None) -> Task:
+def find_task(train_tasks: Sequence[Task], dev_tasks: Sequence[Task], name: str | None) -> Task:
     """Return the task with that id, or else at that position of the training tasks.
 
     By default return the first. Raises ConfigError if there is none.
     """
-    train_tasks, dev_tasks = load_tasks(config)
     if name is None:
         return train_tasks[0]
     by_id = {task["id"]: task for task in (*dev_tasks, *train_tasks)}
@@ -101,16 +102,9 @@ def find_task(config: Config, name: str | None) -> Task:
 
 
 async def _attempts(
-    config: Config,
-    source: PolicySource,
-    store: Store,
-    task: Task,
-    *,
-    phase: str,
-    step: int,
-    number: int,
+    opened: AbstractAsyncContextManager[Runner], task: Task, phase: str, step: int, number: int
 ) -> tuple[list[Rollout], Tokenizer]:
-    async with open_runner(config, source, store, [task]) as runner:
+    async with opened as runner:
         rollouts = await run_tasks(runner, [task], phase, step, number)
         return rollouts, runner.gateway.engine.tokenizer
 

@@ -1,26 +1,43 @@
 """Processes that Ray starts. Imports nothing heavy, so that samplers first get an environment."""
 
 import asyncio
+import collections
 import importlib
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+from lightning_jax.system.child_process import ChildProcess
 from lightning_jax.system.text import plain_handler
+
+KEPT_LINES = 40  # of what a process of the trainer printed last
 
 
 class ClusterProcess:
-    """Process in a cluster, which says where it is."""
+    """Process in a cluster, which says where it is.
+
+    Its settings are named `cluster.{kind}s` and `cluster.{kind}_resources`.
+    """
+
+    kind: str
 
     async def ping(self) -> str:
         """Return the address of this machine at which the cluster's others reach it."""
         return importlib.import_module("ray").util.get_node_ip_address()
 
+    async def stop(self) -> None:
+        """End the work that this process does."""
+        raise NotImplementedError
+
 
 class SamplerActor(ClusterProcess):
-    """Sampler behind Ray: each method is that of `sampler.Sampler`."""
+    """Process of a `sampler.Sampler`."""
+
+    kind = "sampler"
 
     def __init__(self, environment: Sequence[str]) -> None:
         for variable in environment:
@@ -50,34 +67,19 @@ class SamplerActor(ClusterProcess):
         self._sampler = await asyncio.to_thread(Sampler, spec, host, first_sequence, sets)
         return await self._sampler.start()
 
-    async def open(self, settings: Any) -> Any:
-        return self._sampler.open(settings)
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return what a method of the sampler returns."""
+        return await getattr(self._sampler, method)(*arguments)
 
-    async def posted_reward(self, rollout_id: str) -> float | None:
-        return self._sampler.posted_reward(rollout_id)
-
-    async def lost(self, rollout_id: str) -> Any:
-        return self._sampler.lost(rollout_id)
-
-    async def expire(self, rollout_id: str) -> None:
-        await self._sampler.expire(rollout_id)
-
-    async def close_rollout(self, rollout_id: str) -> Any:
-        return await self._sampler.close_rollout(rollout_id)
-
-    async def load(self, index: int, version: int, sent: Any) -> int:
-        return await self._sampler.load(index, sent, version)
-
-    async def take(self, receipts: Any) -> Any:
-        return await self._sampler.take(receipts)
-
-    async def close(self) -> None:
+    async def stop(self) -> None:
         if self._sampler is not None:
-            await self._sampler.close()
+            await self._sampler.stop()
 
 
 class WorkerActor(ClusterProcess):
-    """Process that Ray starts for a worker. It ends with `run`, or when the run kills it."""
+    """Process of a worker. It ends with `run`, or when the run kills it."""
+
+    kind = "worker"
 
     def __init__(self) -> None:
         self._running: asyncio.Task[Any] | None = None
@@ -99,3 +101,42 @@ class WorkerActor(ClusterProcess):
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
+
+
+class TrainerActor(ClusterProcess):
+    """Process of the trainer on a machine of the cluster. It ends with the actor."""
+
+    kind = "trainer"
+
+    def __init__(self) -> None:
+        self._child: ChildProcess | None = None
+
+    async def run(self, words: Sequence[str], directory: str) -> tuple[int, list[str]]:
+        """Run Python with these arguments in `directory`.
+
+        Return its exit status, or minus the signal that ended it, and its last lines.
+        """
+        self._child = ChildProcess(
+            words,
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        return await asyncio.to_thread(self._watch, self._child)
+
+    async def stop(self) -> None:
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                await self._child.end_async()
+
+    @staticmethod
+    def _watch(child: ChildProcess) -> tuple[int, list[str]]:
+        """Pass on what the child prints, to Ray's logs, until it ends."""
+        lines = collections.deque[str](maxlen=KEPT_LINES)
+        assert child.popen.stdout is not None
+        for line in child.popen.stdout:
+            sys.stdout.write(line)
+            lines.append(line.rstrip())
+        return child.popen.wait(), list(lines)

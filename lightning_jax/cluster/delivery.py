@@ -121,17 +121,15 @@ class Outbox:
         self._check()
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        numbered = tuple(map(self._numbered, spans))
+        numbered = tuple(
+            replace(span, sequence=self.next_sequence()) if span.sequence is None else span
+            for span in spans
+        )
         delivery = Delivery(next(self._numbers), rollout_id, numbered, posted)
         receipt = self._waiting[delivery.number] = asyncio.get_running_loop().create_future()
         self._queue.append(delivery)
         self._changed.set()
         return await asyncio.shield(receipt)  # as in the store, it is recorded all the same
-
-    def _numbered(self, span: Span) -> Span:
-        if span.sequence is not None:
-            return span
-        return replace(span, sequence=self.next_sequence())
 
     def _resolve(self, receipt: Receipt) -> None:
         waiting = self._waiting.pop(receipt.number)

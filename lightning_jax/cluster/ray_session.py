@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_jax.cluster.config import AUTO, LOCAL, ClusterConfig
 from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.packages import is_installed
 from lightning_jax.system.text import in_one_line
+from lightning_jax.train.config import AUTO_CLUSTER, LOCAL_CLUSTER, ClusterConfig
 
 NAMESPACE = "lightning_jax"
 CONNECT_S = 10.0  # for the head of a cluster to accept a connection
@@ -50,15 +50,15 @@ def ray_session(config: ClusterConfig) -> Iterator[Any]:
     """
     require_ray(config)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send statistics to its makers
-    if config.address == LOCAL:  # keeps all addresses on the loopback interface
+    if config.address == LOCAL_CLUSTER:  # keeps all addresses on the loopback interface
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         if not any(name in os.environ for name in TOKEN_VARIABLES):
             os.environ |= _SESSION_TOKEN
     ray: Any = importlib.import_module("ray")
     settings: dict[str, Any] = {"address": config.address, "namespace": NAMESPACE}
-    if config.address == LOCAL:
+    if config.address == LOCAL_CLUSTER:
         settings["include_dashboard"] = False
-    elif config.address != AUTO:
+    elif config.address != AUTO_CLUSTER:
         _check_reachable(str(config.address))
     handler = signal.getsignal(signal.SIGTERM)
     try:

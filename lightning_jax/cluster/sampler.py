@@ -1,7 +1,6 @@
 """Sampler: engines with a gateway of their own, in a process that the run does not share."""
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -12,9 +11,8 @@ import jax
 from lightning_jax.cluster.delivery import Outbox, Parcel, Receipt
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine, make_programs
-from lightning_jax.gateway.app import Gateway, RolloutSettings, Traffic
+from lightning_jax.gateway.app import Gateway, Traffic
 from lightning_jax.gateway.calls.routing import Routing
-from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.mesh import serving_mesh
@@ -22,10 +20,7 @@ from lightning_jax.models.policies import INITIAL
 from lightning_jax.models.reshard import HostWeights, params_from_host
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.traces.context import OpenSpan
-from lightning_jax.types import LLM
-
-log = logging.getLogger(__name__)
+from lightning_jax.rollouts.servers import GatewayServer
 
 
 @dataclass(frozen=True)
@@ -53,8 +48,11 @@ class SamplerSpec:
         return MeshConfig(data=1 if is_cpu else -1, fsdp=1, tensor=1 if is_cpu else self.tensor)
 
 
-class Sampler:
-    """Engines and their gateway. Its spans wait in an outbox for the run."""
+class Sampler(GatewayServer):
+    """Engines and their gateway, at which rollouts are opened.
+
+    Its spans wait in an outbox for the run.
+    """
 
     def __init__(
         self,
@@ -73,11 +71,13 @@ class Sampler:
         for index, other in enumerate(others, 1):
             self._engine.add(other, are_counted=fixed is None or fixed.weights != index)
         self._outbox = Outbox(first_sequence)
-        self._gateway = Gateway(
-            self._engine,
-            self._outbox,
-            serve=replace(spec.serve, host=host, port=0),
-            routing=spec.routing,
+        super().__init__(
+            Gateway(
+                self._engine,
+                self._outbox,
+                serve=replace(spec.serve, host=host, port=0),
+                routing=spec.routing,
+            )
         )
         self._at_end = AsyncExitStack()
 
@@ -88,33 +88,19 @@ class Sampler:
     async def start(self) -> dict[str, float]:
         """Start to serve. Return the counters."""
         self._at_end.callback(self._engine.close)
-        self._at_end.push_async_callback(self._gateway.close)
+        self._at_end.push_async_callback(self.gateway.close)
         self._at_end.callback(self._outbox.close)
-        await self._gateway.start()
+        await self.gateway.start()
         self._engine.start(self._spec.num_requests)
-        return self._gateway.stats()
+        return self.gateway.stats()
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
+        """Stop to serve."""
         await self._at_end.aclose()
 
-    def open(self, settings: RolloutSettings) -> tuple[LLM, OpenSpan]:
-        """Open a rollout. See `Gateway.open_rollout`."""
-        llm = self._gateway.open_rollout(settings)
-        return llm, self._gateway.root_of(settings.rollout_id)
-
-    def posted_reward(self, rollout_id: str) -> float | None:
-        return self._gateway.posted_reward(rollout_id)
-
-    def lost(self, rollout_id: str) -> Lost:
-        return self._gateway.lost(rollout_id)
-
-    async def expire(self, rollout_id: str) -> None:
-        """End a rollout's responses at its deadline. See `Gateway.expire_rollout`."""
-        await self._gateway.expire_rollout(rollout_id)
-
-    async def close_rollout(self, rollout_id: str) -> Traffic:
+    async def close(self, rollout_id: str) -> Traffic:
         """Close a rollout, and return its traffic once the run has its spans."""
-        traffic = self._gateway.close_rollout(rollout_id)
+        traffic = await super().close(rollout_id)
         await asyncio.sleep(0)  # cancelled calls record their end
         await self._outbox.empty()
         return traffic
@@ -130,4 +116,4 @@ class Sampler:
 
     async def take(self, receipts: Sequence[Receipt]) -> Parcel:
         """Return the next spans for the store, with the counters. See `Outbox.take`."""
-        return Parcel(await self._outbox.take(receipts), self._gateway.stats())
+        return Parcel(await self._outbox.take(receipts), self.gateway.stats())

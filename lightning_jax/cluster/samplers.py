@@ -6,14 +6,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_jax.cluster.actor import SamplerActor
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.delivery import Parcel, Receipt, store_parcel
-from lightning_jax.cluster.placing import Kind, last_line, place, result, wait_to_end
+from lightning_jax.cluster.placing import end_actors, last_line, result_of, start_actor
 from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.cluster.sampler import SamplerSpec
 from lightning_jax.gateway.app import RolloutSettings, Traffic
@@ -26,6 +24,7 @@ from lightning_jax.rollouts.servers import OpenedRollout
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.clock import backoff_s
 from lightning_jax.traces.store import Store
+from lightning_jax.train.config import ClusterConfig
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +32,6 @@ QUIET_S = 30.0  # without an answer, after which a sampler is lost; it answers e
 END_S = 5.0  # for a sampler to end its calls when the run ends
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0  # before a sampler is started again
 NUMBER, LOST = "serve/samplers", "serve/samplers_lost"
-
-
-class SamplerLost(Exception):
-    """Sampler that died or stopped answering."""
 
 
 @dataclass(eq=False)
@@ -60,7 +55,7 @@ class ServingSampler:
 
 
 @dataclass
-class Held:
+class StoredWeights:
     """Newest weights of one policy, in Ray's object store.
 
     `changed` replaces some arrays of `whole`, or none if it is None.
@@ -79,25 +74,12 @@ class Samplers:
     the rollouts goes to the others.
     """
 
-    def __init__(
-        self,
-        ray: Any,
-        config: ClusterConfig,
-        run: str,
-        store: Store,
-    ) -> None:
+    def __init__(self, ray: Any, config: ClusterConfig, run: str, store: Store) -> None:
         """`run` names the run in the cluster. Two runs with one name refuse each other."""
         self._ray, self._config, self._run = ray, config, run
         self._store = store
-        self._kind = Kind(
-            "sampler",
-            SamplerActor,
-            config.samplers,
-            config.resources("sampler"),
-            config.timeout_s,
-        )
-        self._held: list[Held] = []
-        self._lock = threading.Lock()  # of `_held` and `_live`
+        self._weights: list[StoredWeights] = []  # of each policy
+        self._lock = threading.Lock()  # of `_weights` and `_live`
         self._live: dict[int, ServingSampler] = {}
         self._changed = asyncio.Event()  # a sampler has come
         self._at: dict[str, ServingSampler] = {}  # by rollout
@@ -116,7 +98,7 @@ class Samplers:
         """
         self._spec = spec
         for version, sent in weights:
-            self._held.append(Held(self._ray.put(sent), frozenset(sent), version))
+            self._weights.append(StoredWeights(self._ray.put(sent), frozenset(sent), version))
         began = time.monotonic()
         starting = [asyncio.create_task(self._begin(i)) for i in range(self._config.samplers)]
         try:
@@ -134,11 +116,7 @@ class Samplers:
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
-        ending = [asyncio.wrap_future(s.actor.close.remote().future()) for s in self._live.values()]
-        if ending:
-            await wait_to_end(ending, END_S)
-        for live in self._live.values():
-            self._ray.kill(live.actor)
+        await end_actors(self._ray, [live.actor for live in self._live.values()], END_S)
 
     # Methods of a RolloutServer.
 
@@ -147,48 +125,37 @@ class Samplers:
 
         Raises ClusterError if no sampler is left and none comes within `cluster.timeout_s`.
         """
+        rollout_id = settings.rollout_id
         while True:
             live = self._choose(group_id) or await self._any()
-            live.rollouts[settings.rollout_id] = group_id
+            live.rollouts[rollout_id] = group_id
             try:
-                llm, root = await self._ask(live, live.actor.open.remote(settings))
-            except SamplerLost:
-                live.rollouts.pop(settings.rollout_id, None)
-                continue
+                opened = await self._ask(live, "open", settings, group_id)
             except asyncio.CancelledError:
-                live.rollouts.pop(settings.rollout_id, None)
-                live.actor.close_rollout.remote(settings.rollout_id)
+                live.rollouts.pop(rollout_id, None)
+                live.actor.call.remote("close", rollout_id)
                 raise
-            self._at[settings.rollout_id] = live
-            # This machine's clock may differ from the sampler's, and ends the span.
-            return OpenedRollout(llm, replace(root, start_ns=time.time_ns()), live.how_lost)
+            if opened is not None:
+                self._at[rollout_id] = live
+                # This machine's clock may differ from the sampler's, and ends the span.
+                root = replace(opened.root, start_ns=time.time_ns())
+                return replace(opened, root=root, loss=live.how_lost)
+            live.rollouts.pop(rollout_id, None)
 
     async def posted_reward(self, rollout_id: str) -> float | None:
-        live = self._at[rollout_id]
-        try:
-            return await self._ask(live, live.actor.posted_reward.remote(rollout_id))
-        except SamplerLost:
-            return None
+        return await self._ask(self._at[rollout_id], "posted_reward", rollout_id)
 
     async def lost(self, rollout_id: str) -> Lost:
-        live = self._at[rollout_id]
-        try:
-            return await self._ask(live, live.actor.lost.remote(rollout_id))
-        except SamplerLost:
-            return Lost()
+        return await self._ask(self._at[rollout_id], "lost", rollout_id) or Lost()
 
     async def expire(self, rollout_id: str) -> None:
-        live = self._at[rollout_id]
-        with suppress(SamplerLost):
-            await self._ask(live, live.actor.expire.remote(rollout_id))
+        await self._ask(self._at[rollout_id], "expire", rollout_id)
 
     async def close(self, rollout_id: str) -> Traffic:
         live = self._at.pop(rollout_id)
         live.rollouts.pop(rollout_id, None)
-        try:
-            return await self._ask(live, live.actor.close_rollout.remote(rollout_id))
-        except SamplerLost:
-            return Traffic((), num_cancelled=0, num_forgotten=0, loss=live.loss)
+        traffic = await self._ask(live, "close", rollout_id)
+        return traffic or Traffic((), num_cancelled=0, num_forgotten=0, loss=live.loss)
 
     def stats(self) -> dict[str, float]:
         """Return the counters of all samplers since the start, also of those that ended."""
@@ -208,25 +175,25 @@ class Samplers:
         sent = None if params is None else copy_to_host(params, self._spec.dtype)
         ref = None if sent is None else self._ray.put(sent)
         with self._lock:
-            held = self._held[weights]
-            held.version = version
-            if sent is not None and held.paths <= sent.keys():
-                held.whole, held.changed = ref, None
+            stored = self._weights[weights]
+            stored.version = version
+            if sent is not None and stored.paths <= sent.keys():
+                stored.whole, stored.changed = ref, None
             elif sent is not None:
-                held.changed = ref
+                stored.changed = ref
             live = list(self._live.values())
-        loading = {s.actor.load.remote(weights, version, ref): s for s in live}
+        loading = {s.actor.call.remote("load", weights, ref, version): s for s in live}
         if not loading:
             return
         limit = self._config.timeout_s
         done, late = self._ray.wait(list(loading), num_returns=len(loading), timeout=limit)
-        for asked in late:
-            self._lose_later(loading[asked], f"took longer than {limit:g} s to load weights")
-        for asked in done:
+        for call in late:
+            self._lose_later(loading[call], f"took longer than {limit:g} s to load weights")
+        for call in done:
             try:
-                self._ray.get(asked)
+                self._ray.get(call)
             except self._ray.exceptions.RayError as error:
-                self._lose_later(loading[asked], f"could not load weights: {last_line(error)}")
+                self._lose_later(loading[call], f"could not load weights: {last_line(error)}")
 
     def _lose_later(self, live: ServingSampler, loss: str) -> None:
         live.loss = live.loss or loss  # at once, so that no rollout is opened there
@@ -237,15 +204,17 @@ class Samplers:
     async def _begin(self, index: int) -> ServingSampler:
         """Place and start a sampler, and return it once it serves the newest weights."""
         self._loop = asyncio.get_running_loop()
-        actor, host = await place(self._ray, self._kind, index, self._run, self._config.sampler_env)
+        actor, host = await start_actor(
+            self._ray, self._config, SamplerActor, index, self._run, self._config.sampler_env
+        )
         try:
             with self._lock:
-                versions = [held.version for held in self._held]
-                refs = [ref for held in self._held for ref in (held.whole, held.changed)]
+                versions = [weights.version for weights in self._weights]
+                refs = [ref for stored in self._weights for ref in (stored.whole, stored.changed)]
             first = self._store.next_sequence()
             starting = actor.start.remote(self._spec, host, first, versions, *refs)
             try:
-                stats = await result(starting)
+                stats = await result_of(starting)
             except self._ray.exceptions.RayError as error:
                 raise ClusterError(
                     f"sampler {index} did not start: {last_line(error)}",
@@ -256,7 +225,7 @@ class Samplers:
             while newer := self._join(live, versions):
                 for policy, version, ref in newer:
                     versions[policy] = version
-                    await result(actor.load.remote(policy, version, ref))
+                    await result_of(actor.call.remote("load", policy, ref, version))
         except BaseException:
             self._ray.kill(actor)
             raise
@@ -267,9 +236,9 @@ class Samplers:
         """Add a sampler with these weights, or return what it has to load first."""
         with self._lock:
             newer = [
-                (policy, held.version, held.changed or held.whole)
-                for policy, held in enumerate(self._held)
-                if held.version != versions[policy]
+                (policy, weights.version, weights.changed or weights.whole)
+                for policy, weights in enumerate(self._weights)
+                if weights.version != versions[policy]
             ]
             if not newer:
                 self._live[live.index] = live
@@ -289,28 +258,22 @@ class Samplers:
                 *(live.index, live.loss, len(live.rollouts)),
                 extra={"event": "sampler_lost", "sampler": live.index},
             )
-            live = await self._replaced(live.index)
-
-    async def _replaced(self, index: int) -> ServingSampler:
-        num_failures = 0
-        while True:
-            try:
-                live = await self._begin(index)
-            except (ClusterError, ConfigError, self._ray.exceptions.RayError) as error:
-                log.warning("sampler %d is not back: %s", index, error)
-                num_failures += 1
-                await asyncio.sleep(backoff_s(num_failures, FIRST_DELAY_S, MAX_DELAY_S))
-            else:
-                log.info("sampler %d is back with the present weights", index)
-                return live
+            num_failures, index = 0, live.index
+            while index not in self._live:
+                try:
+                    live = await self._begin(index)
+                except (ClusterError, ConfigError, self._ray.exceptions.RayError) as error:
+                    log.warning("sampler %d is not back: %s", index, error)
+                    num_failures += 1
+                    await asyncio.sleep(backoff_s(num_failures, FIRST_DELAY_S, MAX_DELAY_S))
+            log.info("sampler %d is back with the present weights", index)
 
     async def _drain(self, live: ServingSampler) -> None:
-        """Store the spans of a sampler until it is lost."""
         receipts: list[Receipt] = []
         while live.loss is None:
             try:
                 async with asyncio.timeout(QUIET_S):
-                    parcel: Parcel = await result(live.actor.take.remote(receipts))
+                    parcel: Parcel = await result_of(live.actor.call.remote("take", receipts))
             except TimeoutError:
                 live.lose(f"has not answered for {QUIET_S:g} s")
             except self._ray.exceptions.RayError as error:
@@ -341,13 +304,12 @@ class Samplers:
         return min(able, key=rank)
 
     async def _any(self) -> ServingSampler:
-        """Wait for a sampler."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                while not (found := self._choose("")):
+                while not (live := self._choose("")):
                     self._changed.clear()
                     await self._changed.wait()
-                return found
+                return live
         except TimeoutError:
             raise ClusterError(
                 f"all {self._config.samplers} samplers are lost, and none came back within "
@@ -357,18 +319,16 @@ class Samplers:
                 key="cluster.samplers",
             ) from None
 
-    async def _ask(self, live: ServingSampler, asked: Any) -> Any:
-        """Return the answer of a sampler. Raises SamplerLost if it is lost first."""
-        answer = asyncio.wrap_future(asked.future())
+    async def _ask(self, live: ServingSampler, method: str, *arguments: Any) -> Any:
+        """Return what a method of a sampler returns, or None if it is lost first."""
+        answer = asyncio.wrap_future(live.actor.call.remote(method, *arguments).future())
         lost = asyncio.ensure_future(live.is_lost.wait())
         try:
             await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise SamplerLost
-            return answer.result()
+            return answer.result() if answer.done() else None
         except self._ray.exceptions.RayActorError as error:
             live.lose(f"was lost: {last_line(error)}")
-            raise SamplerLost from error
+            return None
         finally:
             lost.cancel()
             answer.cancel()

@@ -7,6 +7,7 @@ dies, it ends the rest and starts all of them again. They resume from the newest
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -14,13 +15,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from lightning_jax.cluster.config import ClusterConfig
-from lightning_jax.cluster.placing import Kind, last_line, place, result, wait_to_end
+from lightning_jax.cluster.actor import TrainerActor
+from lightning_jax.cluster.placing import end_actors, last_line, result_of, start_actor
 from lightning_jax.cluster.ray_session import ClusterError
-from lightning_jax.cluster.trainer_actor import TrainerActor
 from lightning_jax.system.child_process import ChildProcess
 from lightning_jax.system.network import free_port
 from lightning_jax.system.process_state import handle_stop_signals
+from lightning_jax.train.config import ClusterConfig
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +31,13 @@ BLAME_S = 30.0  # after an error, for Ray to notice the loss of the process that
 POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class CommandLines:
-    """Command lines of the trainer's processes."""
-
-    # (process, address of process 0, address of the cluster) -> arguments of Python
-    of: Callable[[int, str, str], Sequence[str]]
-    directory: str  # in which they run
+# (process, address of process 0, address of the cluster) -> arguments of Python
+CommandLine = Callable[[int, str, str], Sequence[str]]
 
 
 @dataclass(frozen=True)
-class End:
-    """End of one process: its exit status, or None if it is lost, and why."""
+class ProcessExit:
+    """Exit of one process: its status, or None if it is lost, and why."""
 
     index: int
     status: int | None
@@ -58,18 +54,18 @@ class End:
         return self.is_death and self.status != -signal.SIGABRT
 
 
-def cause(ends: Sequence[End]) -> End:
+def find_cause(exits: Sequence[ProcessExit]) -> ProcessExit:
     """Return the end that explains the others: a loss, else an error, else an abort of JAX.
 
     Of equal ones it is the first, so pass them in their order. If none failed, it is process 0's.
     """
 
-    def rank(end: End) -> int:
+    def rank(end: ProcessExit) -> int:
         if end.status == 0:
             return 4 if end.index else 3
         return 0 if end.is_loss else 2 if end.is_death else 1
 
-    return min(ends, key=rank)
+    return min(exits, key=rank)
 
 
 class Trainers:
@@ -80,16 +76,13 @@ class Trainers:
         ray: Any,
         config: ClusterConfig,
         run: str,
-        words: CommandLines,
+        command_line: CommandLine,
         newest_checkpoint: Callable[[], int],
     ) -> None:
         """`run` names the run in the cluster. `newest_checkpoint` is -1 if there is none."""
-        self._ray, self._run, self._words = ray, run, words
+        self._ray, self._config, self._run = ray, config, run
+        self._command_line = command_line
         self._newest_checkpoint = newest_checkpoint
-        number = config.trainers - 1
-        self._kind = Kind(
-            "trainer", TrainerActor, number, config.resources("trainer"), config.timeout_s
-        )
         self._leader: ChildProcess | None = None
         self._signals = 0
 
@@ -101,9 +94,9 @@ class Trainers:
         deaths, checkpoint = 0, self._newest_checkpoint()
         with self._signals_go_to_the_leader():
             while True:
-                ended = await self._train_once()
-                if not ended.is_death:
-                    return self._status(ended)
+                last = await self._train_once()
+                if not last.is_death:
+                    return self._status(last)
                 if self._signals:
                     return 130
                 newest = self._newest_checkpoint()
@@ -112,86 +105,82 @@ class Trainers:
                 if deaths >= MAX_DEATHS:
                     raise ClusterError(
                         f"the trainer died {deaths} times in a row without a new checkpoint, last "
-                        f"its process {ended.index} ({ended.why}); check its memory, or lower "
+                        f"its process {last.index} ({last.why}); check its memory, or lower "
                         "checkpoint.every.",
                         reason="trainer_lost",
                         key="cluster.trainers",
                     )
                 log.warning(
                     "trainer process %d died (%s); all %d start again from %s",
-                    *(ended.index, ended.why, self._kind.number + 1),
+                    *(last.index, last.why, self._config.trainers),
                     f"the checkpoint of step {newest}" if newest >= 0 else "the beginning",
-                    extra={"event": "trainer_lost", "trainer": ended.index},
+                    extra={"event": "trainer_lost", "trainer": last.index},
                 )
 
-    def _status(self, ended: End) -> int:
-        assert ended.status is not None, "the process ended by itself"
-        if ended.index:
+    def _status(self, last: ProcessExit) -> int:
+        assert last.status is not None, "the process ended by itself"
+        if last.index:
             raise ClusterError(
-                f"trainer process {ended.index} ended with an error: {ended.why}",
+                f"trainer process {last.index} ended with an error: {last.why}",
                 reason="trainer_failed",
                 key="cluster.trainers",
             )
-        return ended.status
+        return last.status
 
-    async def _train_once(self) -> End:
+    async def _train_once(self) -> ProcessExit:
         """Run all processes until one ends, and return the end that explains the others."""
         async with self._started() as running:
-            ends, waiting = list[End](), set(running)
+            ends, waiting = list[ProcessExit](), set(running)
             while not any(end.index == 0 or end.status != 0 for end in ends):
                 ends += await _next_ends(waiting)
             if any(end.index == 0 and end.status == 0 for end in ends):
-                await wait_to_end(running, END_S)
+                await asyncio.wait(running, timeout=END_S)
             elif waiting and not any(end.is_loss for end in ends):
                 # The loss of a process is soon an error or an abort in the others.
                 ends += await _next_ends(waiting, asyncio.ALL_COMPLETED, BLAME_S)
-            return cause(ends)
+            return find_cause(ends)
 
     @asynccontextmanager
-    async def _started(self) -> AsyncIterator[list[asyncio.Task[End]]]:
+    async def _started(self) -> AsyncIterator[list[asyncio.Task[ProcessExit]]]:
         """Start all processes. At the end of the context, end those that still run."""
-        ray, directory = self._ray, self._words.directory
+        ray, directory = self._ray, os.getcwd()
         address = ray.get_runtime_context().gcs_address
         host = ray.util.get_node_ip_address()
         coordinator = f"{host}:{free_port(host)}"
         actors = list[Any]()
-        tasks = list[asyncio.Task[End]]()
+        tasks = list[asyncio.Task[ProcessExit]]()
         try:
-            for index in range(1, self._kind.number + 1):
-                actor, where = await place(ray, self._kind, index, self._run)
+            for index in range(1, self._config.trainers):
+                actor, where = await start_actor(ray, self._config, TrainerActor, index, self._run)
                 actors.append(actor)
                 log.info("trainer process %d is at %s", index, where)
-            self._leader = ChildProcess(self._words.of(0, coordinator, address), cwd=directory)
-            tasks.append(asyncio.create_task(self._leader_end(self._leader)))
+            self._leader = ChildProcess(self._command_line(0, coordinator, address), cwd=directory)
+            tasks.append(asyncio.create_task(self._leader_exit(self._leader)))
             for index, actor in enumerate(actors, 1):
-                words = self._words.of(index, coordinator, address)
-                asked = actor.run.remote(words, directory)
-                tasks.append(asyncio.create_task(self._end(index, asked)))
+                words = self._command_line(index, coordinator, address)
+                call = actor.run.remote(words, directory)
+                tasks.append(asyncio.create_task(self._actor_exit(index, call)))
             yield tasks
         finally:
             leader, self._leader = self._leader, None
             if leader is not None:
                 await leader.end_async()
-            stopping = [asyncio.wrap_future(actor.stop.remote().future()) for actor in actors]
-            if stopping:
-                await wait_to_end(stopping, END_S)
-            for actor in actors:
-                ray.kill(actor)
+            await end_actors(ray, actors, END_S)
             if tasks:
                 await asyncio.wait(tasks)
 
-    async def _leader_end(self, leader: ChildProcess) -> End:
+    async def _leader_exit(self, leader: ChildProcess) -> ProcessExit:
         while (status := leader.popen.poll()) is None:
             await asyncio.sleep(POLL_S)
-        return End(0, status, _reason(status))
+        return ProcessExit(0, status, _reason(status))
 
-    async def _end(self, index: int, asked: Any) -> End:
+    async def _actor_exit(self, index: int, call: Any) -> ProcessExit:
         try:
-            status, lines = await result(asked)
+            status, lines = await result_of(call)
         except self._ray.exceptions.RayError as lost:
-            return End(index, None, last_line(lost))
+            return ProcessExit(index, None, last_line(lost))
         last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        return End(index, status, _reason(status) if status < 0 else last)
+        return ProcessExit(index, status, _reason(status) if status < 0 else last)
 
     @contextmanager
     def _signals_go_to_the_leader(self) -> Iterator[None]:
@@ -215,10 +204,10 @@ class Trainers:
 
 
 async def _next_ends(
-    waiting: set[asyncio.Task[End]],
+    waiting: set[asyncio.Task[ProcessExit]],
     until: str = asyncio.FIRST_COMPLETED,
     timeout_s: float | None = None,
-) -> list[End]:
+) -> list[ProcessExit]:
     """Wait for ends, take them out of `waiting`, and return them by process."""
     done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=until)
     waiting -= done

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from lightning_jax.cluster.actor import WorkerActor
-from lightning_jax.cluster.config import ClusterConfig
-from lightning_jax.cluster.placing import Kind, last_line, place, result, wait_to_end
+from lightning_jax.cluster.placing import end_actors, last_line, result_of, start_actor
 from lightning_jax.rollouts.workers.pool import OtherMachines, StartedWorker
+from lightning_jax.train.config import ClusterConfig
 
 log = logging.getLogger(__name__)
 
@@ -20,29 +20,24 @@ END_S = 5.0  # for a worker to give its rollouts back
 
 def workers_in_cluster(ray: Any, config: ClusterConfig, run: str) -> OtherMachines:
     """Return what starts the workers of a run, whose name in the cluster is `run`."""
-    kind = Kind("worker", WorkerActor, config.workers, config.resources("worker"), config.timeout_s)
 
     @asynccontextmanager
     async def start(index: int, settings: dict[str, Any]) -> AsyncIterator[StartedWorker]:
-        actor, host = await place(ray, kind, index, run)
+        actor, host = await start_actor(ray, config, WorkerActor, index, run)
         log.info("worker %d runs agents at %s", index, host)
         running = actor.run.remote(settings | {"sys_path": sys.path})
-        ended = asyncio.create_task(_end_of(running, ray))
+        end = asyncio.create_task(_end_of(running, ray))
         try:
-            yield StartedWorker(ended, partial(ray.kill, actor))
-        except asyncio.CancelledError:
-            stopping = asyncio.wrap_future(actor.stop.remote().future())
-            await wait_to_end([stopping], END_S)
-            raise
+            yield StartedWorker(end, partial(ray.kill, actor))
         finally:
-            ended.cancel()
-            ray.kill(actor)
+            end.cancel()
+            await end_actors(ray, [actor], END_S)
 
     return OtherMachines(config.workers, start)
 
 
 async def _end_of(running: Any, ray: Any) -> tuple[str, dict[str, Any] | None]:
     try:
-        return "ended", await result(running)
+        return "ended", await result_of(running)
     except ray.exceptions.RayError as lost:
         return f"was lost: {last_line(lost)}", None

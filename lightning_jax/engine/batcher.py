@@ -57,11 +57,10 @@ class Batcher:
 
     def load_weights(self, params: Any | None, version: int) -> None:
         """Use these weights from the next step on. None: the same ones under a new version."""
-        self._version = version
-        self._prefixes.keep_all(version)
+        self._version = self._prefixes.tree.version = version
         if params is not None:
             self._params = params
-            self._prefixes.forget_all(version)
+            self._prefixes.tree.reset(version)
 
     def turn(
         self, submitted: Sequence[Request], cancelled: Sequence[Request | None]
@@ -88,8 +87,8 @@ class Batcher:
             "serve/running": float(len(self._scheduler.running)),
             "serve/compiles": float(self._programs.compiles),
             "serve/compiling": float(self._programs.num_compiling()),
-            "serve/prefix_cache_pages_used": float(self._prefixes.pages_used),
-            "serve/prefix_cache_evicted_pages": float(self._prefixes.evicted_pages),
+            "serve/prefix_cache_pages_used": float(self._prefixes.tree.num_used),
+            "serve/prefix_cache_evicted_pages": float(self._prefixes.tree.num_evicted),
         }
 
     def _begin(self) -> None:
@@ -202,9 +201,9 @@ class Batcher:
 
         This happens one turn late, so that no response waits for it.
         """
-        ended, self._retiring = self._retiring, []
-        slots = [request.slot for request in ended if request.slot is not None]
-        for slot, request in zip(slots, ended, strict=True):
+        requests, self._retiring = self._retiring, []
+        slots = [request.slot for request in requests if request.slot is not None]
+        for slot, request in zip(slots, requests, strict=True):
             # The last token was sampled but never fed, so the row does not hold it.
             ids = [*request.prompt, *(token.token_id for token in request.response.tokens)][:-1]
             self._prefixes.keep(self._state, slot, ids, request.version, request.adapter)

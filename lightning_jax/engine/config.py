@@ -1,7 +1,7 @@
 """Settings of the engine and its gateway."""
 
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Le
 from pydantic import AfterValidator
@@ -13,9 +13,11 @@ from lightning_jax.settings.schema import (
     FiniteNonNegative,
     FinitePositive,
     Natural,
+    PathKind,
     Positive,
     Section,
     Url,
+    expect,
     section,
 )
 
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
 else:  # None until `ServeConfig.with_sizes` derives them
     Lengths = Annotated[tuple[Count, ...], AfterValidator(sorted), AfterValidator(tuple)] | None
 PREFILL_BUCKETS = (32, 128, 512)
+LOOPS = ("native", "jetstream")
+Orchestrator = Annotated[
+    str,
+    PathKind.FUNCTION,
+    expect(lambda x: x in LOOPS or ":" in x, "native, jetstream or FILE:CLASS", "unknown"),
+]
 
 
 @section
@@ -90,8 +98,9 @@ class ServeConfig(Section):
     """Entries of a request's logit_bias."""
     max_stop_chars: Natural = 1024
     """Total length of a request's stop strings."""
-    orchestrator: Literal["native", "jetstream"] = "native"
-    """jetstream only serves: it cannot load new weights."""
+    orchestrator: Orchestrator = "native"
+    """Loop over the slots: native, or one that only serves and cannot load new weights. These are
+    jetstream and FILE:CLASS, a loop of yours with the methods of `EngineLoop`."""
     mesh: MeshConfig | None = None
     """Serving devices. `data` is the number of engine copies, each with its own weights, slots and
     prefix cache. None: the trainer's devices, on a GPU or TPU with one copy per `mesh.tensor`

@@ -25,6 +25,7 @@ from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.models.policies import ALL, Policy
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Params
+from lightning_jax.settings.loading import load_function
 
 log = logging.getLogger(__name__)
 
@@ -235,6 +236,5 @@ def make_programs(
 def _loop_type(serve: ServeConfig) -> Any:
     if serve.orchestrator == "native":
         return EngineLoop
-    from lightning_jax.engine.jetstream.loop import JetStreamLoop  # an optional dependency
-
-    return JetStreamLoop
+    names = {"jetstream": "lightning_jax.engine.jetstream.loop:JetStreamLoop"}
+    return load_function(names.get(serve.orchestrator, serve.orchestrator))

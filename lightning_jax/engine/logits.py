@@ -9,14 +9,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Float32
 
-from lightning_jax.engine.grammar.compiler import GrammarCompiler, Matcher
+from lightning_jax.engine.grammar.compiler import GrammarCompiler
+from lightning_jax.engine.grammar.process import Matcher
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
-
-
-def needs_adjusting(sampling: SamplingParams) -> bool:
-    """Return True if the request changes its logits or asks for the likeliest tokens."""
-    return moves_logits(sampling) or sampling.top_logprobs > 0
 
 
 def moves_logits(sampling: SamplingParams) -> bool:

@@ -25,18 +25,23 @@ class Prefill:
     """
 
     def __init__(self, programs: SlotPrograms, prefixes: PrefixCache) -> None:
-        self._programs, self._prefixes = programs, prefixes
+        self._programs, self._prefixes, self._tree = programs, prefixes, prefixes.tree
         self._scorer = PromptScorer(programs.config, programs.capacities)
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
     def hold(self, request: Request) -> None:
-        """Pin the cached prefix of the prompt while the request waits."""
-        request.prefix = self._prefixes.hold(request.prompt[:-1], request.adapter)
+        """Pin the cached prefix of the prompt while the request waits.
+
+        Otherwise conversations that take turns and do not all fit would evict each other's pages
+        just before they are due.
+        """
+        request.prefix = self._tree.match(request.prompt[:-1], request.adapter).node
+        self._tree.pin(request.prefix)
 
     def let_go(self, request: Request) -> None:
         """Release a `hold`, if there is one."""
         if request.prefix is not None:
-            self._prefixes.let_go(request.prefix)
+            self._tree.unpin(request.prefix)
             request.prefix = None
 
     def begin(
@@ -67,10 +72,10 @@ class Prefill:
 
     def _repeats(self, admission: Admission[Request], others: Sequence[Admission[Request]]) -> bool:
         """Return True if another request is computing an uncached prefix of this prompt."""
-        if not others or not self._prefixes.keeps:  # skip the lookup: most requests start alone
+        if not others or not self._tree.num_pages:  # skip the lookup: most requests start alone
             return False
         prompt, adapter = admission.request.prompt, admission.request.adapter
-        head = prompt[: self._prefixes.match(prompt[:-1], adapter) + MIN_REUSE]
+        head = prompt[: self._tree.match(prompt[:-1], adapter).length + MIN_REUSE]
         if len(head) == len(prompt):  # the uncached rest is too short to wait for
             return False
         requests = [other.request for other in others]

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_jax.environments.sandbox import BoxLimits, run_limited
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.agents.process import Ended
+from lightning_jax.rollouts.agents.process import ProgramEnd
 from lightning_jax.rollouts.agents.program import inherited
 
 SECONDS = 120.0  # for a command of Docker that runs nothing in the container
@@ -35,9 +35,9 @@ class Container:
         self,
         words: Sequence[str],
         variables: Mapping[str, str],
+        stdin: bytes,
         timeout_s: float,
-        stdin: bytes = b"",
-    ) -> Ended:
+    ) -> ProgramEnd:
         """Run a program in the container's working directory. `exceeded` may be timeout_s."""
         names = [word for name in variables for word in ("--env", name)]  # values stay out of argv
         return await _docker(["exec", "-i", *names, self.name, *words], timeout_s, stdin, variables)
@@ -112,9 +112,9 @@ def _checked_image(name: Any, folder: Path) -> str:
 
 async def _checked(words: Sequence[str], timeout_s: float = SECONDS) -> None:
     """Run a command of Docker. Raises UserError if it fails."""
-    ended = await _docker(words, timeout_s)
-    if ended.status != 0:
-        lines = ended.errors.strip().splitlines() or [ended.exceeded or "no message"]
+    end = await _docker(words, timeout_s)
+    if end.status != 0:
+        lines = end.errors.strip().splitlines() or [end.exceeded or "no message"]
         raise UserError(
             f"docker {words[0]} failed ({lines[-1][-300:]}); check that Docker runs, and the "
             "task's environment.",
@@ -128,7 +128,7 @@ async def _docker(
     timeout_s: float,
     stdin: bytes = b"",
     variables: Mapping[str, str] | None = None,
-) -> Ended:
-    given = {name: text for name, text in os.environ.items() if name.startswith("DOCKER_")}
-    environment = {**(variables or {}), **inherited(()), **given}
+) -> ProgramEnd:
+    docker = {name: text for name, text in os.environ.items() if name.startswith("DOCKER_")}
+    environment = {**(variables or {}), **inherited(()), **docker}
     return await run_limited(["docker", *words], environment, stdin, timeout_s)

@@ -43,16 +43,18 @@ def load(
     Tasks have the fields `question`, `answer` and `level`. Repeated questions are used once, and
     questions of the dev split are not trained on. Raises UserError for an unknown family or level.
     """
-    made = _generate(family, levels, split, size, dev_size, seed)
-    tasks, dropped = _distinct([task for task in made if task])
-    dropped["not_generated"] = made.count(None)
+    generated = _generate(family, levels, split, size, dev_size, seed)
+    by_question: dict[str, Task] = {}
+    for task in filter(None, generated):
+        by_question.setdefault(task["question"], task)
+    dropped = Counter(not_generated=generated.count(None))
+    dropped["repeated"] = len(generated) - dropped["not_generated"] - len(by_question)
     if split == "train":
         dev_tasks = _generate(family, levels, "dev", size, dev_size, seed)
-        asked = {task["question"] for task in dev_tasks if task}
-        kept = [task for task in tasks if task["question"] not in asked]
-        dropped["in_dev"] = len(tasks) - len(kept)
-        tasks = kept
-    return tasks, {reason: number for reason, number in dropped.items() if number}
+        for question in {task["question"] for task in dev_tasks if task} & by_question.keys():
+            del by_question[question]
+            dropped["in_dev"] += 1
+    return list(by_question.values()), {k: number for k, number in dropped.items() if number}
 
 
 def score(task: Mapping[str, Any], reply: str) -> float:
@@ -60,9 +62,9 @@ def score(task: Mapping[str, Any], reply: str) -> float:
 
     Raises UserError if this version of the package does not generate the task.
     """
-    made = task["gym"]
-    dataset = _dataset(made["family"], made["level"], made["seed"], made["size"])
-    entry = dataset[made["index"]]
+    origin = task["gym"]
+    dataset = _dataset(origin["family"], origin["level"], origin["seed"], origin["size"])
+    entry = dataset[origin["index"]]
     if entry["question"] != task["question"]:
         raise UserError(
             f"reasoning-gym does not generate the task {task['id']!r} again; use the version with "
@@ -90,12 +92,12 @@ def num_levels(family: str) -> int:
 
 def usable_levels(family: str) -> list[int]:
     """Return which of the first levels yield a task."""
-    found = []
+    levels = []
     for level in FIRST_LEVELS[: num_levels(family)]:
         with contextlib.suppress(UserError):
             _of_level(family, level, 0, 4, "train")
-            found.append(level)
-    return found
+            levels.append(level)
+    return levels
 
 
 def _generate(
@@ -111,36 +113,36 @@ def _generate(
             key=f"data.options.{name}",
         )
     first = seed + (DEV_SEED if split == "dev" else 0)
-    found: list[Task | None] = []
+    tasks: list[Task | None] = []
     for level in levels:
-        found += _of_level(family, level, first + level * MAX_SIZE, number, split)
-    return found
+        tasks += _of_level(family, level, first + level * MAX_SIZE, number, split)
+    return tasks
 
 
 def _of_level(family: str, level: int, seed: int, size: int, split: str) -> list[Task | None]:
     """Return the tasks of a level. Raises UserError if the generator makes none of them."""
-    dataset, found, failure = _dataset(family, level, seed, size), [], None
+    dataset, tasks, failure = _dataset(family, level, seed, size), [], None
     for index in range(size):
         try:
             entry = dataset[index]
         except Exception as error:  # noqa: BLE001 - foreign code, such as no puzzle found
             failure = error
-            found.append(None)
+            tasks.append(None)
             continue
         answer = entry["answer"]
-        made = {"family": family, "level": level, "seed": seed, "size": size, "index": index}
-        found.append(
+        origin = {"family": family, "level": level, "seed": seed, "size": size, "index": index}
+        tasks.append(
             {
                 "id": f"{family}-{split}-{level}-{index}",
                 "question": entry["question"],
                 "answer": answer if answer is None else str(answer),
                 "level": level,
-                "gym": made,
+                "gym": origin,
             }
         )
-    if failure is not None and not any(found):
+    if failure is not None and not any(tasks):
         raise _unusable(family, level, failure) from failure
-    return found
+    return tasks
 
 
 @lru_cache(maxsize=64)
@@ -155,7 +157,7 @@ def _dataset(family: str, level: int, seed: int, size: int) -> Any:
         )
     factory = _package("reasoning_gym.factory")
     dataset_class, config_class = factory.DATASETS[family]
-    given = {"seed": seed, "size": size}
+    options = {"seed": seed, "size": size}
     try:
         if factory.has_curriculum(family):
             curricula = _package("reasoning_gym.coaching.base_curriculum")
@@ -164,27 +166,20 @@ def _dataset(family: str, level: int, seed: int, size: int) -> Any:
             )
             curriculum = factory.create_curriculum(family)
             curriculum.set_global_level(level)
-            config = curriculum.generate_configuration(given, context=only_this)
+            config = curriculum.generate_configuration(options, context=only_this)
         else:
-            config = config_class(**given)
+            config = config_class(**options)
         return dataset_class(config=config)
     except Exception as error:  # levels that the family's own check refuses
         raise _unusable(family, level, error) from error
 
 
-def _distinct(tasks: Sequence[Task]) -> tuple[list[Task], Counter[str]]:
-    """Return the tasks with different questions, and count the others."""
-    by_question = {task["question"]: task for task in reversed(tasks)}
-    kept = [task for task in tasks if by_question[task["question"]] is task]
-    return kept, Counter(repeated=len(tasks) - len(kept))
-
-
 def _check_family(family: str) -> None:
-    known = families()
-    if family in known:
+    names = families()
+    if family in names:
         return
-    close = difflib.get_close_matches(family, known, 3, cutoff=0.4)
-    close = close or [name for name in known if family in name][:3]
+    close = difflib.get_close_matches(family, names, 3, cutoff=0.4)
+    close = close or [name for name in names if family in name][:3]
     meant = f"did you mean {', '.join(close)}?" if close else "see the package's gallery."
     raise UserError(
         f"reasoning-gym has no task family {family!r}; {meant}", reason="unknown", key=family

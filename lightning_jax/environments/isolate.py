@@ -44,8 +44,8 @@ LIBC.mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
 
 def main(settings: "dict", words: "list[str]") -> None:
     """Become the program, or its first ancestor in new namespaces."""
-    limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_FSIZE, settings["file_bytes"])
+    set_limit(resource.RLIMIT_CORE, 0)
+    set_limit(resource.RLIMIT_FSIZE, settings["file_bytes"])
     if settings["kind"] == "processes":
         os.chdir(settings["cwd"])
         os.execvp(words[0], words)
@@ -70,7 +70,7 @@ def first_process(settings: "dict", words: "list[str]") -> int:
     for number in range(NUM_CAPABILITIES):
         LIBC.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    limit(resource.RLIMIT_NPROC, settings["max_processes"])  # of this namespace; root has none
+    set_limit(resource.RLIMIT_NPROC, settings["max_processes"])  # of this namespace; root has none
     no_capabilities()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # so that `wait_for` gets it
     program = fork(lambda: become(words))
@@ -203,10 +203,10 @@ def wait_for(pid: int, timeout_s: float = math.inf) -> "int | None":
     """Wait for a child, and reap any other. Return its wait status, or None after the time-out."""
     give_up = time.monotonic() + timeout_s
     while True:
-        found, status = os.waitpid(-1, 0 if timeout_s == math.inf else os.WNOHANG)
-        if found == pid:
+        child, status = os.waitpid(-1, 0 if timeout_s == math.inf else os.WNOHANG)
+        if child == pid:
             return status
-        if not found:
+        if not child:
             left_s = give_up - time.monotonic()
             if left_s <= 0 or signal.sigtimedwait({signal.SIGCHLD}, left_s) is None:
                 return None
@@ -231,7 +231,7 @@ def end_as(status: int) -> None:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def limit(name: int, value: int) -> None:
+def set_limit(name: int, value: int) -> None:
     """Set both limits of a resource, or leave them if that is not possible."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(name, (value, value))

@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.agents.process import Ended, Limits, run_program
+from lightning_jax.rollouts.agents.process import ProgramEnd, ProgramLimits, run_program
 from lightning_jax.system.trees import is_within, remove_tree
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["namespaces", "processes"]
+SandboxKind = Literal["namespaces", "processes"]
 
 LAUNCHER = Path(__file__).with_name("isolate.py")
-NO_LIMITS = Limits()
+NO_LIMITS = ProgramLimits()
 POLL_S = 0.2  # between two measurements of a box's size
 MAX_FILES = 20_000  # files and directories of a box
 MAX_DEPTH = 200  # levels of directories in a box
@@ -54,7 +54,7 @@ class Box:
     """Directories of one attempt at a task."""
 
     folder: Path
-    kind: Kind
+    kind: SandboxKind
     workdir: str = WORK  # path of the working directory with namespaces
     visible: tuple[str, ...] = ()  # paths that programs read, such as their interpreter
     hidden: tuple[str, ...] = ()  # directories that they must not read, such as the tests
@@ -85,7 +85,7 @@ class Box:
 
 @contextlib.contextmanager
 def open_box(
-    kind: Kind,
+    kind: SandboxKind,
     workdir: str = WORK,
     visible: Sequence[str] = (),
     hidden: Sequence[str] = (),
@@ -109,7 +109,7 @@ async def run_boxed(
     stdin: bytes = b"",
     limits: BoxLimits = BoxLimits(),
     with_tests: bool = False,
-) -> Ended:
+) -> ProgramEnd:
     """Run a program in the working directory of a box, then kill all that it left behind.
 
     `exceeded` of the result names the limit that it exceeded, a field of `BoxLimits`. With
@@ -142,10 +142,10 @@ async def run_boxed(
         "PWD": box.path_of(WORK),
     }
     line = [sys.executable, "-I", "-S", str(LAUNCHER), json.dumps(settings), *words]
+    num_launchers = 3 if box.kind == "namespaces" else 0
+    bounds = ProgramLimits(limits.max_processes + num_launchers, limits.memory_mib * 2**20)
     full = asyncio.ensure_future(_until_full(box.folder, file_bytes))
-    return await run_limited(
-        line, variables, stdin, limits.timeout_s, _process_limits(box, limits), full
-    )
+    return await run_limited(line, variables, stdin, limits.timeout_s, bounds, full)
 
 
 async def run_limited(
@@ -153,9 +153,9 @@ async def run_limited(
     environment: Mapping[str, str],
     stdin: bytes,
     timeout_s: float,
-    limits: Limits = NO_LIMITS,
+    limits: ProgramLimits = NO_LIMITS,
     full: asyncio.Future[None] | None = None,
-) -> Ended:
+) -> ProgramEnd:
     """Run a program until it exits, its time is over or `full` is done. Cancels `full`."""
     program = asyncio.ensure_future(run_program(words, environment, stdin, limits=limits))
     running = {program} if full is None else {program, full}
@@ -164,7 +164,7 @@ async def run_limited(
         if program.done():
             return program.result()
         is_full = full is not None and full.done()
-        return Ended(-9, "", "", "disk_mib" if is_full else "timeout_s")
+        return ProgramEnd(-9, "", "", "disk_mib" if is_full else "timeout_s")
     finally:
         for future in running:
             future.cancel()
@@ -172,21 +172,21 @@ async def run_limited(
                 await future
 
 
-def choose_kind(asked: str) -> Kind:
+def choose_kind(name: str) -> SandboxKind:
     """Return the kind of sandbox for a setting: auto, namespaces or processes.
 
     Raises UserError for another name, and for namespaces where the system has none.
     """
-    if asked not in ("auto", "namespaces", "processes"):
+    if name not in ("auto", "namespaces", "processes"):
         raise UserError(
-            f"the sandbox {asked!r} does not exist; use auto, namespaces, processes or docker.",
+            f"the sandbox {name!r} does not exist; use auto, namespaces, processes or docker.",
             reason="unknown",
             key="sandbox",
         )
-    if asked == "processes":
+    if name == "processes":
         return "processes"
     if error := namespace_error():
-        if asked == "namespaces":
+        if name == "namespaces":
             raise UserError(
                 f"this system makes no user namespaces ({error}); use sandbox=processes.",
                 reason="unsupported",
@@ -202,18 +202,18 @@ def namespace_error() -> str:
     if sys.platform != "linux":
         return "they are Linux's"
 
-    async def probe() -> Ended:
+    async def probe() -> ProgramEnd:
         with open_box("namespaces") as box:
             limits = BoxLimits(timeout_s=PROBE_S)
             return await run_boxed(box, ["/bin/sh", "-c", "test -d /app"], {}, limits=limits)
 
     with ThreadPoolExecutor(1) as pool:  # because this thread may run an event loop
-        ended = pool.submit(asyncio.run, probe()).result()
-    return "" if ended.status == 0 else ended.errors.strip() or ended.exceeded or "no reason given"
+        end = pool.submit(asyncio.run, probe()).result()
+    return "" if end.status == 0 else end.errors.strip() or end.exceeded or "no reason given"
 
 
 @cache
-def _fallback(error: str) -> Kind:
+def _fallback(error: str) -> SandboxKind:
     """Warn once that programs may write outside their box."""
     log.warning(
         "this system makes no user namespaces (%s); programs of tasks run with the rights of this "
@@ -222,11 +222,6 @@ def _fallback(error: str) -> Kind:
         extra={"event": "weak_sandbox"},
     )
     return "processes"
-
-
-def _process_limits(box: Box, limits: BoxLimits) -> Limits:
-    extra = 3 if box.kind == "namespaces" else 0  # of the launcher
-    return Limits(limits.max_processes + extra, limits.memory_mib * 2**20)
 
 
 async def _until_full(folder: Path, max_bytes: int) -> None:

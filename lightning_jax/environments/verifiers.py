@@ -38,20 +38,20 @@ def load(
 
     `taskset` is an installed module, and `config` has fields of its settings. Raises UserError.
     """
-    found = _tasks(taskset, json.dumps(config or {}, sort_keys=True), size)
-    if len(found) < 2:
+    members = _tasks(taskset, json.dumps(config or {}, sort_keys=True), size)
+    if len(members) < 2:
         raise UserError(
-            f"the task set {taskset} has {len(found)} tasks; at least 2 are needed.",
+            f"the task set {taskset} has {len(members)} tasks; at least 2 are needed.",
             reason="too_few",
             key=taskset,
         )
     tasks = [
         {
             "id": f"{taskset}-{index}",
-            "question": found[index].data.prompt_text,
+            "question": members[index].data.prompt_text,
             "taskset": {"name": taskset, "config": config or {}, "size": size, "index": index},
         }
-        for index in indices_of(split, len(found))
+        for index in indices_of(split, len(members))
     ]
     return tasks, {}
 
@@ -63,8 +63,8 @@ async def run(
 
     Raises ConnectionError if the policy could not be called.
     """
-    vf, made = _package("verifiers.v1"), task["taskset"]
-    found = _tasks(made["name"], json.dumps(made["config"], sort_keys=True), made["size"])
+    vf, origin = _package("verifiers.v1"), task["taskset"]
+    members = _tasks(origin["name"], json.dumps(origin["config"], sort_keys=True), origin["size"])
     variable = f"LIGHTNING_KEY_{uuid.uuid4().hex}"  # the package reads keys from the environment
     os.environ[variable] = llm.api_key
     try:
@@ -76,7 +76,7 @@ async def run(
             runtime=vf.SubprocessConfig(),
             max_turns=max_turns,
         )
-        trace = await vf.Agent(settings).run(found[made["index"]])
+        trace = await vf.Agent(settings).run(members[origin["index"]])
     finally:
         del os.environ[variable]
     if not trace.ok:

@@ -23,6 +23,11 @@ class ToolCall:
     arguments: str
 
 
+def function_call(call_id: str | None, name: str, arguments: str) -> Message:
+    """Return a call as OpenAI's chat format has it in an assistant's message."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 @dataclass(frozen=True)
 class Clock:
     """Start, first token and end of a choice, in nanoseconds of a monotonic clock."""
@@ -48,12 +53,7 @@ class Answer:
         message: Message = {"role": "assistant", "content": self.text}
         if self.tool_calls:
             message["tool_calls"] = [
-                {
-                    "id": call.call_id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in self.tool_calls
+                function_call(call.call_id, call.name, call.arguments) for call in self.tool_calls
             ]
         return message
 

@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.calls.offload import Offload
+from lightning_jax.gateway.calls.record import Recorder
 from lightning_jax.gateway.calls.remote import RemoteEngine
 from lightning_jax.gateway.calls.responder import Responder
 from lightning_jax.gateway.calls.routing import Routing
@@ -86,23 +87,22 @@ class Gateway:
         self.pauses = PausableClock()  # of the deadlines of calls and rollouts
         self._offload = Offload()
         self._bodies = Bodies(serve, self._offload)
+        self._rollouts = OpenRollouts(store, serve, self.pauses.now_s)
         _ = tokenizer.max_token_bytes  # computed before the first call has to wait for it
         responder = Responder(
             engine=engine,
             tokenizer=tokenizer,
-            store=store,
+            recorder=Recorder(store, self._rollouts.owners, self._meters),
             served_model=self.model_name,
             serve=serve,
             tool_format=format_of(tokenizer),
-            meters=self._meters,
             offload=self._offload,
             pauses=self.pauses,
         )
         self.api_key = serve.api_key or secrets.token_urlsafe(24)
-        self._rollouts = OpenRollouts(store, serve, self.pauses.now_s)
         self._reports = Reports(store, self._rollouts.owners, self._meters)
         self._callers = Callers(self.api_key, self._rollouts, responder, routing or Routing())
-        self._calls = CallHandler(self._callers, self._reports, self._bodies)
+        self._calls = CallHandler(self._callers, self._bodies)
         self.work = LeaseQueue()  # that others run
         self._serve = serve
         self._page: web.Application | None = None
@@ -219,11 +219,15 @@ class Gateway:
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[openai_errors], client_max_size=self._bodies.max_bytes)
+        by_route: dict[tuple[str, str], list[tuple[Dialect, Listing]]] = {}
+        for dialect in DIALECTS:
+            for listing in dialect.listings:
+                by_route.setdefault((listing.method, listing.path), []).append((dialect, listing))
         for prefix in ("", "/rollout/{rollout_url}"):
             for dialect in DIALECTS:
                 for path in dialect.paths:
                     app.router.add_post(prefix + path, partial(self._calls.handle, dialect))
-            for (method, path), listings in _listings().items():
+            for (method, path), listings in by_route.items():
                 app.router.add_route(method, prefix + path, partial(self._list, listings))
             app.router.add_post(f"{prefix}/v1/traces", self._spans)
         for path in ("/reward", "/v1/reward"):
@@ -309,11 +313,3 @@ class Gateway:
 
 async def _to_page(request: web.Request) -> web.Response:
     return web.Response(status=302, headers={"Location": PAGE})
-
-
-def _listings() -> dict[tuple[str, str], list[tuple[Dialect, Listing]]]:
-    listings: dict[tuple[str, str], list[tuple[Dialect, Listing]]] = {}
-    for dialect in DIALECTS:
-        for listing in dialect.listings:
-            listings.setdefault((listing.method, listing.path), []).append((dialect, listing))
-    return listings

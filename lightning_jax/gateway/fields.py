@@ -1,7 +1,7 @@
 """Limits and fields of JSON bodies, with errors that name the invalid field."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +18,6 @@ from lightning_jax.gateway.errors import invalid
 from lightning_jax.settings.schema import first_problem
 
 Body = dict[str, Any]
-F = TypeVar("F", bound="Fields")
 MAX_INT32 = 2**31 - 1
 MAX_DEPTH = 100  # of nested lists and objects; recursive code can handle it
 
@@ -72,17 +71,24 @@ def has_surrogates(value: Any) -> bool:
     """Return whether a string in the JSON value has half of a surrogate pair, which is not valid
     UTF-8.
     """
-    rest = [value]
-    while rest:
-        match rest.pop():
-            case str(text):
-                if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in set(text)):
-                    return True
-            case dict(inner):
-                rest += [*inner, *inner.values()]
-            case list(inner):
-                rest += inner
-    return False
+    texts = (item for item in json_items(value) if isinstance(item, str) and not item.isascii())
+    return any("\ud800" <= char <= "\udfff" for text in texts for char in set(text))
+
+
+def json_items(value: Any) -> Iterator[Any]:
+    """Yield a JSON value, and the names and values in it.
+
+    What is in an item is looked at once the caller asks for the next one.
+    """
+    items = [value]
+    while items:
+        item = items.pop()
+        yield item
+        if isinstance(item, dict):
+            items += item.keys()
+            items += item.values()
+        elif isinstance(item, list | tuple):
+            items += item
 
 
 class Fields(BaseModel):
@@ -93,21 +99,21 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-
-def read(kind: type[F], body: Any) -> F:
-    """Return the fields of a JSON object. Raise ApiError that names the first invalid field."""
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        problem = first_problem(error)
-        path, reason, where = problem.path, problem.reason, _written(problem.path, body)
-        raise invalid(
-            problem.sentence(where),
-            str(path[0]),
-            _CODES.get((reason, len(path) == 1), "invalid_value"),
-            reason=reason,
-            key=where,
-        ) from error
+    @classmethod
+    def read(cls, body: Any) -> Self:
+        """Return the fields of a JSON object. Raise ApiError that names the first invalid field."""
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            problem = first_problem(error)
+            path, reason, where = problem.path, problem.reason, _written(problem.path, body)
+            raise invalid(
+                problem.sentence(where),
+                str(path[0]),
+                _CODES.get((reason, len(path) == 1), "invalid_value"),
+                reason=reason,
+                key=where,
+            ) from error
 
 
 def _written(path: Sequence[int | str], value: Any) -> str:

@@ -93,7 +93,8 @@ class Meters:
 
     def count(self, name: str, number: int = 1) -> None:
         """Add to one of COUNTERS."""
-        self._counters[name].inc(number)
+        if number:
+            self._counters[name].inc(number)
 
     @contextmanager
     def call(self, dialect: str) -> Iterator[CallOutcome]:

@@ -132,40 +132,28 @@ def is_accepted(model: str, accepted: Sequence[str]) -> bool:
     return any(fnmatchcase(model.removesuffix(":latest"), pattern) for pattern in accepted)
 
 
-def check_model(model: str, accepted: Sequence[str]) -> str:
-    """Return the agent in the model name, or "" if there is none.
-
-    Raise ApiError if the model is not the policy and matches none of the accepted patterns.
-    """
-    if is_policy(model):
-        return agent_in(model)
-    if is_accepted(model, accepted):
-        return ""
+def check_model(model: str, accepted: Sequence[str]) -> None:
+    """Raise ApiError if the model is not the policy and matches none of the accepted patterns."""
+    if is_policy(model) or is_accepted(model, accepted):
+        return
     others = " or ".join(repr(pattern) for pattern in accepted)
     message = f"model is {brief(model)}; expected {POLICY!r}, '{POLICY}:AGENT' or {others}."
     raise ApiError(404, "model_not_found", message, param="model")
 
 
-def agent_of(
-    model: str,
-    accepted: Sequence[str],
-    headers: Mapping[str, str],
-    metadata: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the sub-agent's name from the header, else the metadata, else the model name.
-
-    Raise ApiError like `check_model`.
-    """
-    check_model(model, accepted)
-    return named_agent(model, headers, metadata)
-
-
 def named_agent(
     model: str, headers: Mapping[str, str], metadata: Mapping[str, Any] | None = None
 ) -> str:
-    """Return the sub-agent's name like `agent_of`, but accept any model name."""
-    named = _header_text(headers.get(AGENT_HEADER, ""))
-    return str(named or (metadata or {}).get("agent") or agent_in(model))
+    """Return the sub-agent's name from the header, else the metadata, else the model name.
+
+    A model name has one if it is `policy:AGENT`.
+    """
+    named = _header_text(headers.get(AGENT_HEADER, "")) or (metadata or {}).get("agent")
+    if named:
+        return str(named)
+    name, _, agent = model.partition(":")
+    # Ollama's clients write NAME:latest.
+    return agent if name == POLICY and agent != "latest" else ""
 
 
 def _header_text(value: str) -> str:
@@ -175,10 +163,3 @@ def _header_text(value: str) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return raw.decode("latin-1")
-
-
-def agent_in(model: str) -> str:
-    """Return the agent in `policy:AGENT`, or "" for any other name."""
-    name, _, agent = model.partition(":")
-    # Ollama's clients write NAME:latest.
-    return agent if name == POLICY and agent != "latest" else ""

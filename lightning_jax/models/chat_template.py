@@ -38,7 +38,7 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-def render(
+def render_template(
     template: str,
     messages: Sequence[Message],
     *,
@@ -141,7 +141,9 @@ def end_of_turn(
     Base models with a chat template often name only the end of a document as their end.
     """
     try:
-        text = render(template, _TURNS, add_generation_prompt=False, special_tokens=special_tokens)
+        text = render_template(
+            template, _TURNS, add_generation_prompt=False, special_tokens=special_tokens
+        )
     except TemplateError:
         return None
     _, mark, after = text.rpartition(_MARK)

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.lora import frozen_part, pick, trained_part
 from lightning_jax.models.mesh import MESH_AXES, platform_of
 from lightning_jax.models.reshard import layout, lies_at
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.sharding import param_shardings
-from lightning_jax.models.transformer import init_cache, param_shapes
+from lightning_jax.models.transformer import param_shapes
 
 
 def weight_bytes(

@@ -2,13 +2,15 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from lightning_jax.errors import Coded, UserError
+from lightning_jax.errors import UserError
 from lightning_jax.system.text import in_one_line
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
 MAX_BYTES = 2**26  # of JSON, which takes up to 60 times its size in memory
 POINTER_ADVICE = (
     "is a Git LFS pointer without the file's contents; run `git lfs pull` in its folder"
@@ -18,10 +20,36 @@ TINY = "tiny"  # a random model, see models/formats/find.py
 MAX_CHARS = 2000  # of an error
 
 
-def malformed(path: Path, expected: str, value: object, error: type[Coded]) -> Coded:
+class ModelError(UserError, ValueError):
+    """Error raised when a model or its tokenizer cannot be loaded; its text is one line.
+
+    Names in it may come from the model's files.
+    """
+
+    def __init__(self, message: str = "", *, reason: str = "invalid", key: str | None = None):
+        super().__init__(in_one_line(message, MAX_CHARS), reason=reason, key=key)
+
+
+def malformed(path: Path, expected: str, value: object) -> ModelError:
     """Return the error for a file that is not of the expected kind, or that is a pointer."""
     fault = POINTER_ADVICE if _is_pointer(path) else f"is not {expected}: {in_one_line(str(value))}"
-    return error(f"{path} {fault}", reason="malformed", key=str(path))
+    return ModelError(f"{path} {fault}", reason="malformed", key=str(path))
+
+
+def unusable(
+    where: object,
+    name: str,
+    value: object,
+    expected: str,
+    fix: str = "copy the model's own file there",
+) -> ModelError:
+    """Return the error for a field of a file that has an unusable value."""
+    return ModelError(
+        f"{where} has {in_one_line(name)}={in_one_line(repr(value), 80)}; expected {expected}; "
+        f"{fix}",
+        reason="malformed",
+        key=name,
+    )
 
 
 def _is_pointer(path: Path) -> bool:
@@ -31,8 +59,16 @@ def _is_pointer(path: Path) -> bool:
     return False
 
 
-def read_object(path: Path, error: type[Coded]) -> dict[str, Any]:
-    """Return the fields of a JSON file, none if there is no file. Raise `error` if it has none."""
+def part_names(name: str) -> list[str]:
+    """Return the names of all files of a model in numbered parts, of which this is one, or []."""
+    if not (match := _PART.fullmatch(name)):
+        return []
+    stem, total, ending = match.groups()
+    return [f"{stem}-{number:05}-of-{total}{ending}" for number in range(1, int(total) + 1)]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the fields of a JSON file, none if there is no file. Raises ModelError."""
     if not path.is_file():
         return {}
     try:
@@ -40,28 +76,18 @@ def read_object(path: Path, error: type[Coded]) -> dict[str, Any]:
             raise ValueError(f"it has {size} bytes; expected at most {MAX_BYTES}")
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
-        raise malformed(path, "readable JSON", fault, error) from fault
+        raise malformed(path, "readable JSON", fault) from fault
     if not isinstance(fields, dict):
-        raise malformed(path, "a JSON object", type(fields).__name__, error)
+        raise malformed(path, "a JSON object", type(fields).__name__)
     return fields
 
 
-def read_text(path: Path, error: type[Coded]) -> str:
-    """Return the text of a UTF-8 file. Raise `error` if it cannot be read."""
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file. Raises ModelError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as fault:
-        raise malformed(path, "readable text", fault, error) from fault
-
-
-class ModelError(UserError, ValueError):
-    """Error raised when a model cannot be loaded; its text is one line for the user.
-
-    Names in it may come from the model's files.
-    """
-
-    def __init__(self, message: str = "", *, reason: str = "invalid", key: str | None = None):
-        super().__init__(in_one_line(message, MAX_CHARS), reason=reason, key=key)
+        raise malformed(path, "readable text", fault) from fault
 
 
 def local_path(name: str) -> Path | None:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lightning_jax.models.formats.param_names import ParamPath, flatten, unflatten
-from lightning_jax.models.sharding import to_host
+from lightning_jax.models.sharding import list_shardings, to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.settings import ConfigError
 
@@ -59,7 +59,11 @@ def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
     )
     if not targets[0].is_fully_addressable:
         return None
-    return form.unflatten(map(_local_part, moved, targets))
+    parts = ([shard.data for shard in array.addressable_shards] for array in moved)
+    return form.unflatten(
+        jax.make_array_from_single_device_arrays(array.shape, target, shards)
+        for array, target, shards in zip(moved, targets, parts, strict=True)
+    )
 
 
 def prepare_copy(
@@ -74,7 +78,7 @@ def prepare_copy(
     leaves: list[Any] = [jnp.asarray(leaf) for leaf in flatten(params).values()]
     layouts = [
         layout(leaf.sharding, target)
-        for leaf, target in zip(leaves, _list_shardings(shardings, params), strict=True)
+        for leaf, target in zip(leaves, list_shardings(shardings, params), strict=True)
     ]
     to_cast = [
         i
@@ -95,16 +99,16 @@ def take_copy(copy: ServingCopy, shardings: Any) -> Params:
     A part that is already on its device is not copied.
     """
     leaves, form = jax.tree.flatten(copy.params)
-    targets = _list_shardings(shardings, copy.params)
-    parts, at = [], []
+    targets = list_shardings(shardings, copy.params)
+    parts, destinations = [], []
     for leaf, target in zip(leaves, targets, strict=True):
         shards = {
             (shard.device, _bounds(shard.index, leaf)): shard for shard in leaf.addressable_shards
         }
         for device, index in target.addressable_devices_indices_map(leaf.shape).items():
             parts.append(_part(shards, device, _bounds(index, leaf)))
-            at.append(jax.sharding.SingleDeviceSharding(device))
-    moved = iter(jax.device_put(parts, at))
+            destinations.append(jax.sharding.SingleDeviceSharding(device))
+    moved = iter(jax.device_put(parts, destinations))
     copies = [
         jax.make_array_from_single_device_arrays(
             leaf.shape, target, [next(moved) for _ in target.addressable_devices]
@@ -136,13 +140,6 @@ def lies_at(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> bool:
     """Return whether each device of `target` already has its part of an array at `source`."""
     parts = source.devices_indices_map(shape)
     return all(parts.get(d) == part for d, part in target.devices_indices_map(shape).items())
-
-
-def _list_shardings(shardings: Any, params: Params) -> list[Any]:
-    """Return a sharding for each leaf."""
-    if isinstance(shardings, Sharding):
-        return [shardings] * len(jax.tree.leaves(params))
-    return jax.tree.leaves(shardings)
 
 
 @functools.lru_cache(maxsize=64)
@@ -195,7 +192,7 @@ def _in_every_process(mesh: Mesh) -> Mesh:
     """
     owner = mesh.devices.flat[0].process_index
     order = [device.id for device in jax.devices() if device.process_index == owner]
-    at = [order.index(device.id) for device in mesh.devices.flat]
+    positions = [order.index(device.id) for device in mesh.devices.flat]
     grids = []
     for process in range(jax.process_count()):
         devices = [device for device in jax.devices() if device.process_index == process]
@@ -204,14 +201,9 @@ def _in_every_process(mesh: Mesh) -> Mesh:
                 f"process {process} has {len(devices)} devices and process {owner} has "
                 f"{len(order)}; start all processes with the same number of devices"
             )
-        grids.append(np.array([devices[i] for i in at]).reshape(mesh.devices.shape))
+        grids.append(np.array([devices[i] for i in positions]).reshape(mesh.devices.shape))
     types = (AxisType.Auto,) * (1 + len(mesh.axis_names))
     return Mesh(np.stack(grids), ("process", *mesh.axis_names), axis_types=types)
-
-
-def _local_part(moved: Any, target: NamedSharding) -> Any:
-    shards = [shard.data for shard in moved.addressable_shards]
-    return jax.make_array_from_single_device_arrays(moved.shape, target, shards)
 
 
 def copy_to_host(params: Params, dtype: str) -> HostWeights:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lightning_jax.models.formats.param_names import ParamPath, flatten, unflatten
 from lightning_jax.models.mesh import MESH_AXES, partition
@@ -114,11 +114,14 @@ def put_on_mesh(tree: Any, shardings: Any, *, donate: bool = False) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings, donate=donate)
     leaves, form = jax.tree.flatten(tree)
-    if isinstance(shardings, NamedSharding):
-        targets = [shardings] * len(leaves)
-    else:
-        targets = jax.tree.leaves(shardings)
-    return form.unflatten(map(_put_here, leaves, targets))
+    return form.unflatten(map(_put_here, leaves, list_shardings(shardings, tree)))
+
+
+def list_shardings(shardings: Any, tree: Any) -> list[Any]:
+    """Return the sharding of each leaf, from one sharding or a tree of them."""
+    if isinstance(shardings, Sharding):
+        return [shardings] * len(jax.tree.leaves(tree))
+    return jax.tree.leaves(shardings)
 
 
 def _put_here(leaf: Any, sharding: NamedSharding) -> Any:

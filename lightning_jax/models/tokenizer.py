@@ -9,20 +9,15 @@ from typing import Any
 
 import tokenizers
 
-from lightning_jax.errors import InvalidValue
 from lightning_jax.models import chat_template, token_bytes, tokenizer_files
 from lightning_jax.models.chat_template import end_of_turn
-from lightning_jax.models.model_files import malformed, read_object
+from lightning_jax.models.model_files import ModelError, malformed, read_object
 from lightning_jax.types import Message
 
 TOOL_TEMPLATE = "tool_use"  # name of the template that transformers uses for tools
 _NUM_REMEMBERED, _MAX_REMEMBERED = 512, 2**16  # cached texts, and characters of one: 32 M at most
 _UNLOCKED = 2**11  # characters; a longer text is encoded without holding the GIL
 _REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, a character
-
-
-class TokenizerError(InvalidValue):
-    """Error raised when a tokenizer cannot be read; its text is one sentence."""
 
 
 class Tokenizer:
@@ -53,10 +48,17 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the caches."""
-        return _unpickle, (
-            *(self.to_json(), self.template, self.named_eos_ids, self.special_tokens),
-            *(self.tool_format, self.tool_template),
-        )
+        return _unpickle, (self.to_json(), self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `__init__`."""
+        return {
+            "template": self.template,
+            "eos_ids": self.named_eos_ids,
+            "special_tokens": self.special_tokens,
+            "tool_format": self.tool_format,
+            "tool_template": self.tool_template,
+        }
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text, without adding any, and cache recent texts.
@@ -140,7 +142,7 @@ class Tokenizer:
                 reason="missing",
                 key="chat_template",
             )
-        return chat_template.render(
+        return chat_template.render_template(
             self.tool_template if tools and self.tool_template else self.template,
             messages,
             tools=tools,
@@ -160,14 +162,12 @@ class Tokenizer:
 
         `template` alone is used with tools too.
         """
-        return Tokenizer(
-            self._backend,
-            template=self.template if template is None else template,
-            tool_template=self.tool_template if template is None else tool_template,
-            eos_ids=self.named_eos_ids,
-            special_tokens=self.special_tokens,
-            tool_format=self.tool_format if tool_format is None else tool_format,
-        )
+        options = self._options()
+        if template is not None:
+            options |= {"template": template, "tool_template": tool_template}
+        if tool_format is not None:
+            options["tool_format"] = tool_format
+        return Tokenizer(self._backend, **options)
 
     @functools.cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
@@ -221,29 +221,15 @@ class Tokenizer:
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def _unpickle(
-    backend: str,
-    template: str | None,
-    eos_ids: Iterable[int],
-    special_tokens: Mapping[str, str],
-    tool_format: str = "",
-    tool_template: str | None = None,
-) -> Tokenizer:
-    return Tokenizer(
-        tokenizers.Tokenizer.from_str(backend),
-        template=template,
-        eos_ids=eos_ids,
-        special_tokens=special_tokens,
-        tool_format=tool_format,
-        tool_template=tool_template,
-    )
+def _unpickle(backend: str, options: Mapping[str, Any]) -> Tokenizer:
+    return Tokenizer(tokenizers.Tokenizer.from_str(backend), **options)
 
 
 def from_hf(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face model directory. Raises TokenizerError."""
+    """Load the tokenizer of a Hugging Face model directory. Raises ModelError."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise TokenizerError(
+        raise ModelError(
             f"{directory} has no tokenizer.json; save a fast tokenizer there with transformers' "
             "AutoTokenizer",
             reason="missing",
@@ -252,17 +238,17 @@ def from_hf(directory: Path) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises nothing narrower
-        raise malformed(path, "a readable tokenizer", error, TokenizerError) from error
+        raise malformed(path, "a readable tokenizer", error) from error
     # Truncation or padding left over from training would cut or lengthen every prompt.
     backend.no_truncation()
     backend.no_padding()
-    settings = read_object(directory / "tokenizer_config.json", TokenizerError)
-    named = tokenizer_files.named_tokens(directory, settings, TokenizerError)
-    tokenizer_files.add_declared(backend, directory, settings, named, TokenizerError)
+    settings = read_object(directory / "tokenizer_config.json")
+    named = tokenizer_files.named_tokens(directory, settings)
+    tokenizer_files.add_declared(backend, directory, settings, named)
     special = named.texts
-    ends = tokenizer_files.declared_ends(directory, TokenizerError)
+    ends = tokenizer_files.declared_ends(directory)
     named_end = backend.token_to_id(special.get("eos_token", ""))
-    templates = tokenizer_files.read_templates(directory, settings, TokenizerError)
+    templates = tokenizer_files.read_templates(directory, settings)
     return Tokenizer(
         backend,
         template=templates.get("default"),

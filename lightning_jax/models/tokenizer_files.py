@@ -12,11 +12,11 @@ from typing import Any
 
 import tokenizers
 
-from lightning_jax.errors import Coded
-from lightning_jax.models.model_files import read_object, read_text
+from lightning_jax.models.model_files import ModelError, read_object, read_text, unusable
 from lightning_jax.system.text import in_one_line
 
 _DECODER = "added_tokens_decoder"
+_SAVE_AGAIN = "save the tokenizer again with transformers' AutoTokenizer"
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 
@@ -34,16 +34,16 @@ class NamedTokens:
         return {name: self.names[name] for name in _NAMES if name in self.names}
 
 
-def named_tokens(directory: Path, settings: Mapping[str, Any], error: type[Coded]) -> NamedTokens:
+def named_tokens(directory: Path, settings: Mapping[str, Any]) -> NamedTokens:
     """Return the special tokens that the files name.
 
     `settings` are those of tokenizer_config.json. Where special_tokens_map.json counts, it comes
-    first. Otherwise it only names what `settings` does not. Raise `error` for a malformed file.
+    first. Otherwise it only names what `settings` does not. Raises ModelError for a malformed file.
     """
-    older = read_object(directory / "special_tokens_map.json", error)
+    older = read_object(directory / "special_tokens_map.json")
     merged = {**older, **settings} if _DECODER in settings else {**settings, **older}
     tokens = {n: v for n, v in merged.items() if n.endswith("_token") and isinstance(v, str | dict)}
-    with _known_form(directory, error):
+    with _known_form(directory):
         names = {name: _text(token) for name, token in tokens.items() if token}
         lists = [merged[name] for name in _LISTS if merged.get(name)]
         others = [
@@ -59,19 +59,18 @@ def add_declared(
     directory: Path,
     settings: Mapping[str, Any],
     named: NamedTokens,
-    error: type[Coded],
 ) -> None:
     """Add the declared tokens that the vocabulary lacks, in the order of their ids.
 
-    Make those that it has special if they are declared so. Raise `error` for a malformed file.
+    Make those that it has special if they are declared so. Raises ModelError for a malformed file.
     """
     special = [*named.names.values(), *named.others]
     special_texts = set(special)
-    with _known_form(directory, error):
+    with _known_form(directory):
         if _DECODER in settings:
             declared = {int(i): _token(fields) for i, fields in settings[_DECODER].items()}
         else:
-            older = read_object(directory / "added_tokens.json", error)
+            older = read_object(directory / "added_tokens.json")
             declared = {
                 int(i): _token({"content": text, "special": text in special_texts})
                 for text, i in older.items()
@@ -93,14 +92,13 @@ def add_declared(
 
 
 @contextlib.contextmanager
-def _known_form(directory: Path, error: type[Coded]) -> Iterator[None]:
+def _known_form(directory: Path) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as fault:
-        raise error(
+        raise ModelError(
             f"{directory} declares added tokens in a form that is not known "
-            f"({in_one_line(repr(fault))}); save the tokenizer again with transformers' "
-            "AutoTokenizer",
+            f"({in_one_line(repr(fault))}); {_SAVE_AGAIN}",
             reason="malformed",
             key=_DECODER,
         ) from fault
@@ -121,33 +119,30 @@ def _token(fields: Mapping[str, Any]) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(content, **values)
 
 
-def declared_ends(directory: Path, error: type[Coded]) -> set[int]:
+def declared_ends(directory: Path) -> set[int]:
     """Return the ids that generation_config.json, or else config.json, declares as ends.
 
-    Raise `error` for values that are no ids.
+    Raises ModelError for values that are no ids.
     """
     for name in ("generation_config.json", "config.json"):
-        declared = read_object(directory / name, error).get("eos_token_id")
+        declared = read_object(directory / name).get("eos_token_id")
         if declared is None:
             continue
         ids = declared if isinstance(declared, list) else [declared]
         if wrong := [i for i in ids if not isinstance(i, int) or abs(i) >= 2**31]:
-            raise _wrong_field(
-                error, directory / name, "eos_token_id", wrong[0], "a token's id or a list"
-            )
+            where, expected = directory / name, "a token's id or a list"
+            raise unusable(where, "eos_token_id", wrong[0], expected, _SAVE_AGAIN)
         return {i for i in ids if type(i) is int and i >= 0}
     return set()
 
 
-def read_templates(
-    directory: Path, settings: Mapping[str, Any], error: type[Coded]
-) -> dict[str, str]:
-    """Return the chat templates by name, as transformers finds them. Raise `error`."""
+def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name, as transformers finds them. Raises ModelError."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
         named = {"default": path} | {other.stem: other for other in others}
-        return {name: read_text(file, error) for name, file in named.items()}
+        return {name: read_text(file) for name, file in named.items()}
     template = settings.get("chat_template")
     if template is None:
         return {}
@@ -157,18 +152,6 @@ def read_templates(
     for entry in entries:  # several named templates
         texts = [entry.get(n) for n in ("name", "template")] if isinstance(entry, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
-            raise _wrong_field(
-                error,
-                *(directory / "tokenizer_config.json", "chat_template", template),
-                "a text or a list of named texts",
-            )
+            where, expected = directory / "tokenizer_config.json", "a text or a list of named texts"
+            raise unusable(where, "chat_template", template, expected, _SAVE_AGAIN)
     return {entry["name"]: entry["template"] for entry in entries}
-
-
-def _wrong_field(error: type[Coded], path: Path, name: str, value: object, expected: str) -> Coded:
-    return error(
-        f"{path} has {name}={in_one_line(repr(value), 80)}; expected {expected}; save the "
-        "tokenizer again with transformers' AutoTokenizer",
-        reason="malformed",
-        key=name,
-    )

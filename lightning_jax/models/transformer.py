@@ -30,7 +30,6 @@ from lightning_jax.models.attention.kv_cache import (
     KVCache,
     LayerCache,
     attend_cache,
-    make_cache,
     write_cache,
 )
 from lightning_jax.models.config import LoraConfig
@@ -51,25 +50,6 @@ class LayerInputs(NamedTuple):
     positions: Int[Array, "B T"] | None  # with a cache: where the row's tokens are written
     rows: Int[Array, " B"] | None  # with a cache: its row for each row of the batch
     adapters: Int[Array, " B"] | None  # index for each row; None: the model has at most one
-
-
-def init_cache(
-    shape: DecoderShape,
-    slots: int,
-    length: int,
-    dtype: Any = jnp.float32,
-    platform: str = "cpu",
-) -> KVCache:
-    """Build a cache of zeros for a model of this shape, in the layout of this platform."""
-    return make_cache(
-        layers=shape.num_layers,
-        rows=slots,
-        length=length,
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        platform=platform,
-    )
 
 
 class RMSNorm(nn.Module):

@@ -14,8 +14,8 @@ from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.threads import run_in_thread
+from lightning_jax.traces.rows import free_name, is_unnamed
 from lightning_jax.traces.store import Store
-from lightning_jax.traces.tasks import free_name, is_unnamed
 from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.types import Metrics, Rollout, Task, Trajectory
 

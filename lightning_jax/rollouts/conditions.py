@@ -6,12 +6,14 @@ are allowed. It is never run as code.
 
 import ast
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_jax.settings import ConfigError
 
 Value = int | float | str | bool
+Values = Mapping[str, Value]
 MAX_CHARS = 1000
 _COMPARE = {
     ast.Lt: operator.lt,
@@ -25,15 +27,15 @@ _COMPARE = {
 
 @dataclass(frozen=True)
 class Condition:
-    """Parsed condition. `names` are the values that it reads."""
+    """Parsed condition.
+
+    `names` are the values that it reads. `holds` returns whether it is true of some. A comparison
+    with an absent value is false.
+    """
 
     text: str
-    tree: ast.expr
     names: frozenset[str]
-
-    def holds(self, values: Mapping[str, Value]) -> bool:
-        """Return whether the condition is true. A comparison with an absent value is false."""
-        return _holds(self.tree, values, self.text)
+    holds: Callable[[Values], bool]
 
 
 def parse_condition(text: str, key: str = "--where") -> Condition:
@@ -42,7 +44,7 @@ def parse_condition(text: str, key: str = "--where") -> Condition:
         if len(text) > MAX_CHARS:
             raise ValueError("too long")
         tree = ast.parse(text.strip(), mode="eval").body
-        _check(tree)
+        holds = _test(tree, text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(
             f"{key} {text[:80]!r} is not a condition; expected comparisons of names and numbers, "
@@ -51,70 +53,57 @@ def parse_condition(text: str, key: str = "--where") -> Condition:
             key=key,
         ) from error
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return Condition(text, tree, frozenset(names))
+    return Condition(text, frozenset(names), holds)
 
 
-def _check(node: ast.expr) -> None:
-    """Raise ValueError unless the node is a comparison, or some joined with and, or and not."""
+def _test(node: ast.expr, text: str) -> Callable[[Values], bool]:
+    """Return the function of a comparison, or of some joined with and, or and not.
+
+    Raises ValueError for any other node.
+    """
     match node:
-        case ast.BoolOp(values=values):
-            for value in values:
-                _check(value)
+        case ast.BoolOp(op=op, values=parts):
+            tests = [_test(part, text) for part in parts]
+            joined = all if isinstance(op, ast.And) else any
+            return lambda values: joined(test(values) for test in tests)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            _check(operand)
+            test = _test(operand, text)
+            return lambda values: not test(values)
         case ast.Compare(left=left, ops=ops, comparators=others):
-            if not all(type(op) in _COMPARE for op in ops):
-                raise ValueError("an unknown comparison")
-            for side in (left, *others):
-                _check_side(side)
-        case _:
-            raise ValueError("not a comparison")
+            compare = [_COMPARE[type(op)] for op in ops if type(op) in _COMPARE]
+            sides = [_side(side) for side in (left, *others)]
+            if len(compare) == len(ops):
+                return lambda values: _compare(compare, [side(values) for side in sides], text)
+    raise ValueError("not a comparison")
 
 
-def _check_side(node: ast.expr) -> None:
+def _side(node: ast.expr) -> Callable[[Values], Value | None]:
+    """Return the function of a name, a number or a text. Raises ValueError for any other node."""
     match node:
-        case ast.Name() | ast.Constant(value=bool() | int() | float() | str()):
-            return
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
-            return
+        case ast.Name(id=name):
+            return lambda values: values.get(name)
+        case ast.Constant(value=bool() | int() | float() | str() as constant):
+            return lambda values: constant
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return lambda values: -number
     raise ValueError("neither a name nor a number")
 
 
-def _holds(node: ast.expr, values: Mapping[str, Value], text: str) -> bool:
-    match node:
-        case ast.BoolOp(op=ast.And(), values=parts):
-            return all(_holds(part, values, text) for part in parts)
-        case ast.BoolOp(values=parts):
-            return any(_holds(part, values, text) for part in parts)
-        case ast.UnaryOp(operand=operand):
-            return not _holds(operand, values, text)
-        case ast.Compare(left=left, ops=ops, comparators=others):
-            sides = [_value(side, values) for side in (left, *others)]
-            if None in sides:
+def _compare(
+    compare: Sequence[Callable[[Any, Any], bool]], values: Sequence[Value | None], text: str
+) -> bool:
+    """Return whether each value and the next one compare. False if one is absent."""
+    if None in values:
+        return False
+    for holds, first, second in zip(compare, values, values[1:], strict=False):
+        try:
+            if not holds(first, second):
                 return False
-            pairs = zip(ops, sides, sides[1:], strict=False)
-            return all(_compare(op, first, second, text) for op, first, second in pairs)
-    raise AssertionError("`_check` allows nothing else")
-
-
-def _value(node: ast.expr, values: Mapping[str, Value]) -> Value | None:
-    match node:
-        case ast.Name(id=name):
-            return values.get(name)
-        case ast.UnaryOp(operand=ast.Constant(value=int() | float() as number)):
-            return -number
-        case ast.Constant(value=bool() | int() | float() | str() as value):
-            return value
-    raise AssertionError("`_check_side` allows nothing else")
-
-
-def _compare(op: ast.cmpop, first: Value | None, second: Value | None, text: str) -> bool:
-    try:
-        return bool(_COMPARE[type(op)](first, second))
-    except TypeError as error:
-        raise ConfigError(
-            f"{text!r} compares {first!r} with {second!r}, a text with a number; compare values of "
-            "one kind.",
-            reason="wrong_type",
-            key="--where",
-        ) from error
+        except TypeError as error:
+            raise ConfigError(
+                f"{text!r} compares {first!r} with {second!r}, a text with a number; compare "
+                "values of one kind.",
+                reason="wrong_type",
+                key="--where",
+            ) from error
+    return True

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -31,12 +30,12 @@ from lightning_jax.rollouts.agents.outcome import (
     DEADLINE,
     Outcome,
     failure,
-    judged_by_server,
+    final_outcome,
     with_posted,
 )
 from lightning_jax.rollouts.config import MEASURING, RolloutConfig
 from lightning_jax.rollouts.deadlines import DeadlineClock
-from lightning_jax.rollouts.rewards.scoring import Scorer
+from lightning_jax.rollouts.rewards.scoring import RewardScorer
 from lightning_jax.rollouts.servers import GatewayServer, OpenedRollout, RolloutServer
 from lightning_jax.rollouts.workers.pool import Execution, WorkerPool
 from lightning_jax.system.clock import PausableClock
@@ -159,7 +158,7 @@ class Runner:
     gateway: Gateway
     config: RolloutConfig
     seed: int
-    scorer: Scorer | None = None  # of the rewards, after the agent's own
+    scorer: RewardScorer | None = None  # of the rewards, after the agent's own
     at: RolloutServer | None = None  # None: `gateway`
     prompts: dict[str, str] = field(default_factory=dict)  # for agents; a search changes them
     is_judged: bool = False  # see LLM
@@ -233,7 +232,8 @@ class Runner:
         """Return the context of an attempt, which waits until the agent can run."""
         if isinstance(self.agent, WorkerPool):
             return self.agent.reserve(self.config, task, reasons)
-        return nullcontext(Execution(partial(_run_here, self.agent, self.config)))
+        agent, config = self.agent, self.config
+        return nullcontext(Execution(lambda _, task, llm: run_agent(agent, task, llm, config)))
 
     async def _attempt(
         self, request: RolloutRequest, attempt: int, execution: Execution, *, draw: int
@@ -252,9 +252,7 @@ class Runner:
             await self.server.close(rollout.rollout_id)
             raise
         traffic = await self.server.close(rollout.rollout_id)
-        outcome = judged_by_server(outcome, traffic, stalled_s, self.config.timeout_s)
-        if outcome.status == "agent_failure":
-            outcome = replace(outcome, reward=self.config.agent_failure_reward)
+        outcome = final_outcome(outcome, traffic, stalled_s, self.config)
         values = {
             attributes.OPERATION_NAME: attributes.INVOKE_AGENT,
             attributes.ROLLOUT_ID: rollout.rollout_id,
@@ -320,9 +318,3 @@ class Runner:
             max_spans=self.config.max_spans,
             max_spans_mib=self.config.max_spans_mib,
         )
-
-
-async def _run_here(
-    agent: Agent, config: RolloutConfig, rollout_id: str, task: Task, llm: LLM
-) -> Outcome:
-    return await run_agent(agent, task, llm, config)

@@ -49,7 +49,7 @@ class RolloutServer(Protocol):
 
 @dataclass(frozen=True)
 class GatewayServer:
-    """The run's own gateway as the server of its rollouts."""
+    """Gateway as the server of rollouts."""
 
     gateway: Gateway
 

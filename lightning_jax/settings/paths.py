@@ -25,14 +25,18 @@ def below(folder: Path) -> Change:
     return change
 
 
-def named_paths(
-    node: dict[str, Any], section: type
-) -> Iterator[tuple[str, PathKind, dict[str, Any], str]]:
-    """Yield each setting that names a file: its key, its kind, and where it lies in `node`."""
-    for key, inner, values in sections(section, node):
+def named_paths(node: dict[str, Any], section: type) -> Iterator[tuple[str, PathKind, Any, Any]]:
+    """Yield each setting that names a file: its key, its kind, and where it lies in `node`.
+
+    A list of names yields each of them.
+    """
+    for path, inner, values in sections(section, node):
         for name, kind in ((field.name, path_kind(field.type)) for field in fields(inner)):
-            if kind and values.get(name) is not None:
-                yield ".".join((*key, name)), kind, values, name
+            key, value = ".".join((*path, name)), values.get(name)
+            if kind and kind is not PathKind.COMMAND and isinstance(value, list):
+                yield from ((f"{key}[{i}]", kind, value, i) for i in range(len(value)))
+            elif kind and value is not None:
+                yield key, kind, values, name
 
 
 def named_files(section: Any) -> Iterator[tuple[str, PathKind, Any]]:

@@ -260,10 +260,10 @@ def is_plain_url(text: str) -> bool:
 
 
 def path_kind(hint: Any) -> PathKind | None:
-    """Return how values of a type name a file, or None if they do not."""
+    """Return how values of a type, or those of a list of it, name a file. None: they do not."""
     if get_origin(hint) is Annotated:
         return next((part for part in get_args(hint) if isinstance(part, PathKind)), None)
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType, list) else ()
     return next(filter(None, map(path_kind, parts)), None)
 
 

@@ -20,7 +20,7 @@ from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import from_gateway, is_gateway_call
 from lightning_jax.train.directory import STORE
 from lightning_jax.train.tasks.record_files import read_records
-from lightning_jax.train.watch.monitors import findings
+from lightning_jax.train.watch.findings import findings
 from lightning_jax.types import FINISHED, Metrics, Rollout
 
 MAX_COLUMNS = 5  # of the agent's own numbers; the others are listed below the table

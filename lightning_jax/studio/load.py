@@ -13,8 +13,9 @@ from pathlib import Path
 
 from lightning_jax.errors import UserError
 from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.policies import PolicyTable
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.rollouts.results.metrics import to_trajectories
+from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.studio import DEFAULT_LIMIT
 from lightning_jax.studio.build import newest_first, view_rollout, view_run
@@ -208,27 +209,27 @@ class RunReader:
             if self._store.step_groups(step):
                 return StepCredit(notes=("no step has trained on its group yet",))
         if step not in self._credit_of_steps:
-            self._credit_of_steps[step] = self._of_step(step, config)
+            self._credit_of_steps[step] = self._of_step(step, config.algorithm, config.policy_table)
         trained, found = self._credit_of_steps[step]
         if rollout.rollout_id not in trained:
             return StepCredit(notes=("not trained on: another attempt replaced it",))
         return found
 
-    def _of_step(self, step: int, config: Config) -> tuple[set[str], StepCredit]:
+    def _of_step(
+        self, step: int, algorithm: AlgorithmConfig, policies: PolicyTable
+    ) -> tuple[set[str], StepCredit]:
         """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
         names = self._store.step_groups(step)
         of_groups = [found for name in names for found in self._store.rollouts(group_id=name)]
         rollouts = trained_on(of_groups or self._store.rollouts(phase="train", step=step))
         ids = {rollout.rollout_id for rollout in rollouts}
-        trajectories, _ = to_trajectories(
-            self._store, rollouts, policy_version=step, reader=self._trace_reader
-        )
-        found = step_credit(trajectories, config.algorithm, step=step, policies=config.policy_table)
+        trajectories = self._trace_reader.read(self._store, rollouts).trained
+        credit = step_credit(trajectories, algorithm, step=step, policies=policies)
         num_open = sum(rollout.status in ("queued", "running") for rollout in rollouts)
         if num_open == 0:
-            return ids, found
+            return ids, credit
         waiting = (
             f"step {step} is still running: advantages exclude {num_open} of its {len(rollouts)} "
             "rollouts"
         )
-        return ids, replace(found, notes=(*found.notes, waiting))
+        return ids, replace(credit, notes=(*credit.notes, waiting))

@@ -1,16 +1,17 @@
 """Settings that an agent seems to need, from the sizes and times of its calls. Pure functions."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_jax.rl.config import ROW_LEN
+from lightning_jax.engine.config import ServeConfig
+from lightning_jax.rl.config import ROW_LEN, BatchConfig
 from lightning_jax.rl.credit import CUT_SHORT
 from lightning_jax.rollouts.agents.outcome import DEADLINE
+from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.studio.exchange import is_remote, read_call
 from lightning_jax.traces import attributes
 from lightning_jax.traces.tree import has_choice_spans, is_gateway_call
-from lightning_jax.train.config import Config
 from lightning_jax.types import Rollout, Span
 
 # Room for other tasks and samples, which are longer, and for other agents at the same time.
@@ -35,7 +36,11 @@ class Usage:
 
 
 def usage_of(
-    pairs: Iterable[tuple[Rollout, Sequence[Span]]], config: Config, *, is_remote_policy: bool
+    pairs: Iterable[tuple[Rollout, Sequence[Span]]],
+    rollout: RolloutConfig,
+    serve: ServeConfig,
+    *,
+    is_remote_policy: bool,
 ) -> Usage:
     """Return what the rollouts used, from their spans.
 
@@ -43,19 +48,21 @@ def usage_of(
     """
     calls: list[_Call] = []
     rollout_s, has_deadline = 0.0, False
-    for rollout, spans in pairs:
-        found = [_call(span, config) for span in spans if is_remote(span) is is_remote_policy]
-        calls += [call for call in found if call is not None]
+    for done, spans in pairs:
+        of_policy = [span for span in spans if is_remote(span) is is_remote_policy]
+        calls += filter(None, (_call(span, rollout.max_tokens, serve) for span in of_policy))
         starts = [span.start_ns for span in spans if span.start_ns > 0]
         ends = max((span.end_ns for span in spans), default=0)
         rollout_s = max(rollout_s, (ends - min(starts, default=ends)) / 1e9)
-        has_deadline |= rollout.reason == DEADLINE
+        has_deadline |= done.reason == DEADLINE
     return Usage(
         num_calls=sum(call.is_whole for call in calls),
         prompt_tokens=max((call.prompt for call in calls), default=0),
         reply_tokens=max((call.reply for call in calls), default=0),
         cut_tokens=max((call.reply for call in calls if call.is_cut), default=0),
-        asked_tokens=max(asked) if (asked := [call.asked for call in calls]) and all(asked) else 0,
+        asked_tokens=max(limits)
+        if (limits := [c.agent_limit for c in calls]) and all(limits)
+        else 0,
         call_s=max((call.seconds for call in calls), default=0.0),
         rollout_s=0.0 if is_remote_policy else rollout_s,
         has_call_timeout=any(call.has_timed_out for call in calls),
@@ -63,44 +70,44 @@ def usage_of(
     )
 
 
-def needed_settings(usage: Usage, config: Config) -> dict[str, int]:
+def needed_settings(
+    usage: Usage, rollout: RolloutConfig, serve: ServeConfig, batch: BatchConfig
+) -> dict[str, int]:
     """Return the settings to raise, with room for longer and slower calls than those seen."""
-    rollout, serve = config.rollout, config.serve
     if not usage.num_calls:
         return {}
-    found: dict[str, int] = {}
+    needed: dict[str, int] = {}
     reply = rollout.max_tokens or usage.asked_tokens or None
     if usage.reply_tokens:
         longest = max(REPLY_ROOM * usage.reply_tokens, TIME_ROOM * usage.cut_tokens)
-        wanted = _up(longest, REPLY_STEP)
-        if reply is None or (usage.cut_tokens and reply < wanted):
-            reply = found["rollout.max_tokens"] = wanted
+        enough = _up(longest, REPLY_STEP)
+        if reply is None or (usage.cut_tokens and reply < enough):
+            reply = needed["rollout.max_tokens"] = enough
     length = _up(PROMPT_ROOM * usage.prompt_tokens + (reply or UNKNOWN_REPLY), PROMPT_STEP)
     if serve.max_len < length:
-        found["serve.max_len"] = length
-        is_derived = config.batch.row_len == max(ROW_LEN, serve.max_len)
-        if config.batch.row_len < length and not is_derived:
-            found["batch.row_len"] = length
+        needed["serve.max_len"] = length
+        is_derived = batch.row_len == max(ROW_LEN, serve.max_len)
+        if batch.row_len < length and not is_derived:
+            needed["batch.row_len"] = length
     limits = {
         "rollout.call_timeout_s": (rollout.call_timeout_s, usage.call_s, usage.has_call_timeout),
         "rollout.timeout_s": (rollout.timeout_s, usage.rollout_s, usage.has_deadline),
     }
     for name, (limit, seen, was_met) in limits.items():
-        wanted = _up(TIME_ROOM * max(seen, limit if was_met else 0.0), TIME_STEP_S)
-        if limit < wanted:
-            found[name] = wanted
-    return found
+        enough = _up(TIME_ROOM * max(seen, limit if was_met else 0.0), TIME_STEP_S)
+        if limit < enough:
+            needed[name] = enough
+    return needed
 
 
-def need_lines(usage: Usage, config: Config) -> list[str]:
-    """Return lines with what was used, and with the settings to raise as one can type them."""
+def need_lines(usage: Usage, needed: Mapping[str, int]) -> list[str]:
+    """Return lines with what was used, and with the `needed_settings` as one can type them."""
     if not usage.num_calls:
         return []
     cut = " (cut)" if usage.cut_tokens and usage.cut_tokens == usage.reply_tokens else ""
     seen = [f"longest prompt {usage.prompt_tokens} tokens"] * bool(usage.prompt_tokens)
     seen += [f"longest reply {usage.reply_tokens} tokens{cut}"] * bool(usage.reply_tokens)
     seen += [f"slowest call {usage.call_s:.1f} s"] * bool(usage.call_s)
-    needed = needed_settings(usage, config)
     words = " ".join(f"{name}={value}" for name, value in needed.items())
     lines = [", ".join(seen)] * bool(seen)
     if words:
@@ -116,24 +123,24 @@ class _Call:
     prompt: int
     reply: int
     is_cut: bool  # by a limit of the settings
-    asked: int  # the agent's own limit, or 0
+    agent_limit: int  # set by the agent itself, or 0
     seconds: float
     has_timed_out: bool
 
 
-def _call(span: Span, config: Config) -> _Call | None:
+def _call(span: Span, max_tokens: int | None, serve: ServeConfig) -> _Call | None:
     values = span.attributes
     if is_remote(span):
         read = read_call(span)
         sizes = read.num_prompt_tokens or 0, read.num_response_tokens or 0
-        return _Call(True, *sizes, is_cut=False, asked=0, seconds=0.0, has_timed_out=False)
+        return _Call(True, *sizes, is_cut=False, agent_limit=0, seconds=0.0, has_timed_out=False)
     if attributes.POLICY not in values:
         return None
     num_ids = len(values.get(attributes.PROMPT_TOKEN_IDS, ()))  # 0 of a prompt far too long
     prompt = num_ids or int(values.get(attributes.USAGE_INPUT_TOKENS, 0))
     reply = 0 if has_choice_spans(span) else len(values.get(attributes.RESPONSE_TOKEN_IDS, ()))
     limit = int(values.get(attributes.REQUEST_MAX_TOKENS, 0))
-    is_ours = limit in (config.rollout.max_tokens, max(config.serve.max_len - num_ids, 1))
+    is_ours = limit in (max_tokens, max(serve.max_len - num_ids, 1))
     is_late = bool(values.get(attributes.LATE))
     return _Call(
         is_whole=is_gateway_call(span),
@@ -142,7 +149,7 @@ def _call(span: Span, config: Config) -> _Call | None:
         is_cut=CUT_SHORT in values.get(attributes.RESPONSE_FINISH_REASONS, ())
         and is_ours
         and not is_late,
-        asked=0 if is_ours else limit,
+        agent_limit=0 if is_ours else limit,
         seconds=max(span.end_ns - span.start_ns, 0) / 1e9,
         has_timed_out=is_late or values.get(attributes.ERROR_TYPE) == "call_timeout",
     )

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 log = logging.getLogger(__name__)
 
-PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+PROXIES = ("ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY", "all_proxy", "http_proxy", "https_proxy")
 EXEMPT = ("no_proxy", "NO_PROXY")  # clients read one or the other
 LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -39,6 +39,8 @@ def with_direct_host(environment: Mapping[str, str], url: str) -> dict[str, str]
 
 def go_direct(url: str, environment: MutableMapping[str, str] = os.environ) -> None:
     """Let the calls of this process to the host of `url` go around any proxy, and log it once."""
+    if not proxies_in(environment):
+        return  # without a copy of all variables, which each rollout would wait for
     changed = with_direct_host(environment, url)
     new = {name: changed[name] for name in EXEMPT if environment.get(name) != changed.get(name)}
     if not new:
@@ -54,7 +56,7 @@ def go_direct(url: str, environment: MutableMapping[str, str] = os.environ) -> N
 
 def proxies_in(environment: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that set a proxy."""
-    return sorted(name for name, value in environment.items() if name.lower() in PROXIES and value)
+    return [name for name in PROXIES if environment.get(name)]
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -6,6 +6,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,25 @@ class StoreError(UserError, RuntimeError):
     """Failure of a store operation. The message is one sentence."""
 
 
+class StoreFile:
+    """Open file of a store. Any thread may call any method."""
+
+    def __init__(self, path: Path, *, read_only: bool) -> None:
+        """Open the file. See `open_file`."""
+        self.path = path
+        self._lock = threading.RLock()
+        self._db = open_file(path, read_only=read_only)
+
+    def close(self) -> None:
+        """Close the connection. Later calls raise StoreError. Closing twice is allowed."""
+        with self._lock:
+            self._db.close()
+
+    def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._lock, one_sentence(self.path):
+            return self._db.execute(query, values).fetchall()
+
+
 def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
     """Return a connection that any thread may use.
 
@@ -201,12 +221,6 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
     if version in (7, 8):
         db.executescript(TAKE_OVER_VERDICTS)
     db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-
-
-def last_sequence(db: sqlite3.Connection, path: Path) -> int:
-    """Return the highest sequence number of a span, or 0 if no span has one."""
-    with one_sentence(path):
-        return db.execute("SELECT COALESCE(MAX(sequence), 0) FROM spans").fetchone()[0]
 
 
 @contextlib.contextmanager

@@ -1,14 +1,13 @@
 """Lists of a store's rollouts in pages, groups and counts, without their transcripts."""
 
 import json
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_jax.traces._sqlite import one_sentence, open_file, parse
-from lightning_jax.traces.store import ROLLOUT_COLUMNS, as_rollout, marks
+from lightning_jax.traces._sqlite import StoreFile, parse
+from lightning_jax.traces.rows import ROLLOUT_COLUMNS, as_rollout, marks
 from lightning_jax.types import Rollout
 
 Order = Literal["task", "worst", "spread"]
@@ -65,49 +64,39 @@ class GroupRow:
     reward_max: float | None
 
 
-class StoreListing:
-    """Store that is open for reading only. Any thread may call any method."""
+class StoreListing(StoreFile):
+    """Store that is open for reading only."""
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises StoreError if it is missing, damaged or of a later release."""
-        self.path = path
-        self._lock = threading.Lock()
-        self._db = open_file(path, read_only=True)
+        super().__init__(path, read_only=True)
 
     @property
     def is_copy(self) -> bool:
         """Return whether later changes of the file stay unseen, because its schema is older."""
-        return not self._all("PRAGMA database_list")[0][2]
-
-    def close(self) -> None:
-        with self._lock:
-            self._db.close()
-
-    def _all(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        with self._lock, one_sentence(self.path):
-            return self._db.execute(query, values).fetchall()
+        return not self._rows("PRAGMA database_list")[0][2]
 
     def counts(self) -> dict[str, int]:
         """Return the number of rollouts by status, without superseded ones."""
         query = "SELECT status, COUNT(*) FROM rollouts WHERE superseded != 1 GROUP BY status"
-        return dict(self._all(query))
+        return dict(self._rows(query))
 
     def started_s(self) -> float | None:
         """Return when the first weights began to serve, in seconds since the epoch."""
-        return self._all("SELECT MIN(time) FROM weights_versions")[0][0]
+        return self._rows("SELECT MIN(time) FROM weights_versions")[0][0]
 
     def steps(self, phase: str) -> list[int]:
         """Return the steps that have rollouts of the phase, oldest first."""
         query = "SELECT DISTINCT step FROM rollouts WHERE phase = ? ORDER BY step"
-        return [step for (step,) in self._all(query, (phase,))]
+        return [step for (step,) in self._rows(query, phase)]
 
     def rollouts(self, filter_: Filter, *, limit: int, offset: int = 0) -> list[Rollout]:
         """Return a page of the matching rollouts, newest step first."""
         where, values = filter_.where()
-        rows = self._all(
+        rows = self._rows(
             f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE {where} "
             "ORDER BY step DESC, phase DESC, group_id, place, attempt LIMIT ? OFFSET ?",
-            (*values, limit, offset),
+            *(*values, limit, offset),
         )
         return [as_rollout(row) for row in rows]
 
@@ -118,20 +107,19 @@ class StoreListing:
         """
         where, values = filter_.where()
         order = "ORDER BY step DESC, phase DESC, group_id, place, attempt"
-        return [
-            key for (key,) in self._all(f"SELECT rowid FROM rollouts WHERE {where} {order}", values)
-        ]
+        rows = self._rows(f"SELECT rowid FROM rollouts WHERE {where} {order}", *values)
+        return [key for (key,) in rows]
 
     def by_keys(self, keys: Sequence[int]) -> list[Rollout]:
         """Return the rollouts with these keys, in their order. Deleted ones are left out."""
         query = f"SELECT rowid, {ROLLOUT_COLUMNS} FROM rollouts WHERE rowid IN ({marks(keys)})"
-        by_key = {row[0]: as_rollout(row[1:]) for row in self._all(query, keys)}
+        by_key = {row[0]: as_rollout(row[1:]) for row in self._rows(query, *keys)}
         return [by_key[key] for key in keys if key in by_key]
 
     def rollout(self, rollout_id: str) -> Rollout | None:
         """Return one rollout, or None if there is none with this id."""
         query = f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE rollout_id = ?"
-        return next(map(as_rollout, self._all(query, (rollout_id,))), None)
+        return next(map(as_rollout, self._rows(query, rollout_id)), None)
 
     def newest(
         self, filter_: Filter, *, before: int | None = None, limit: int
@@ -141,27 +129,27 @@ class StoreListing:
         `before` is the cursor after which the list continues.
         """
         where, values = filter_.where()
-        return self._all(
+        return self._rows(
             f"SELECT rowid, rollout_id FROM rollouts WHERE rowid < ? AND {where} "
             "ORDER BY rowid DESC LIMIT ?",
-            (2**62 if before is None else before, *values, limit),
+            *(2**62 if before is None else before, *values, limit),
         )
 
     def number(self, filter_: Filter) -> int:
         """Return the number of matching rollouts."""
         where, values = filter_.where()
-        return self._all(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values)[0][0]
+        return self._rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", *values)[0][0]
 
     def groups(
         self, filter_: Filter, order: Order, *, limit: int, offset: int = 0
     ) -> list[GroupRow]:
         """Return a page of the groups of the matching rollouts."""
         where, values = filter_.where()
-        rows = self._all(
+        rows = self._rows(
             "SELECT group_id, task_id, phase, step, COUNT(*), SUM(status LIKE '%failure'), "
             f"AVG(reward), MIN(reward), MAX(reward) FROM rollouts WHERE {where} "
             f"GROUP BY group_id ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?",
-            (*values, limit, offset),
+            *(*values, limit, offset),
         )
         return [GroupRow(*row) for row in rows]
 
@@ -169,11 +157,11 @@ class StoreListing:
         """Return the number of groups of the matching rollouts."""
         where, values = filter_.where()
         query = f"SELECT COUNT(DISTINCT group_id) FROM rollouts WHERE {where}"
-        return self._all(query, values)[0][0]
+        return self._rows(query, *values)[0][0]
 
     def failures(self) -> list[tuple[str, str, int, str, str | None]]:
         """Return (status, reason, number, newest example, its detail), most frequent first."""
-        rows = self._all(
+        rows = self._rows(
             "SELECT status, reason, COUNT(*) AS number, rollout_id, detail, MAX(step) "
             "FROM rollouts WHERE reason IS NOT NULL AND superseded != 1 "
             "GROUP BY status, reason ORDER BY number DESC, reason"
@@ -185,26 +173,26 @@ class StoreListing:
 
         Only the newest rollouts of the store are searched.
         """
-        rows = self._all(
+        rows = self._rows(
             f"SELECT {ROLLOUT_COLUMNS}, (SELECT MIN(start_ns) FROM spans WHERE "
             "spans.rollout_id = rollouts.rollout_id) AS start FROM rollouts "
             "WHERE rowid > (SELECT COALESCE(MAX(rowid), 0) FROM rollouts) - ? "
             "AND status = 'running' ORDER BY start IS NULL, start LIMIT ?",
-            (RECENT, limit),
+            *(RECENT, limit),
         )
         return [(as_rollout(row[:-1]), row[-1]) for row in rows]
 
     def tasks(self, rollout_ids: Sequence[str]) -> dict[str, dict[str, str]]:
         """Return the fields of the rollouts' tasks by rollout id."""
         query = f"SELECT rollout_id, task FROM rollouts WHERE rollout_id IN ({marks(rollout_ids)})"
-        return {name: parse(task, dict) for name, task in self._all(query, rollout_ids)}
+        return {name: parse(task, dict) for name, task in self._rows(query, *rollout_ids)}
 
     def seconds(self, rollout_ids: Sequence[str]) -> dict[str, float]:
         """Return the time from the first to the last span of the rollouts that have spans."""
-        rows = self._all(
+        rows = self._rows(
             "SELECT rollout_id, MIN(start_ns), MAX(end_ns) FROM spans "
             f"WHERE start_ns > 0 AND rollout_id IN ({marks(rollout_ids)}) GROUP BY rollout_id",
-            rollout_ids,
+            *rollout_ids,
         )
         return {name: max(end - start, 0) / 1e9 for name, start, end in rows}
 
@@ -231,6 +219,6 @@ class StoreListing:
             }
             for kind, (condition, values) in queries.items():
                 query = f"SELECT rollout_id FROM rollouts WHERE {condition} LIMIT 1"
-                for (rollout_id,) in self._all(query, values):
+                for (rollout_id,) in self._rows(query, *values):
                     neighbors[f"{name}_{kind}"] = rollout_id
         return neighbors

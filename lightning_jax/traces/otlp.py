@@ -178,7 +178,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.num_dropped = 0
-        self._left = MAX_SPAN_CHARS
+        self._num_chars = 0
 
     def attributes(self, pairs: Sequence[KeyValue]) -> dict[str, Any]:
         """Return the attributes without those that have our own prefix."""
@@ -189,7 +189,7 @@ class _Reader:
                 break
             if pair.key.startswith(RESERVED_PREFIX):
                 continue
-            left = self._left
+            num_chars = self._num_chars
             try:
                 if len(pair.key) > MAX_KEY_CHARS:
                     raise _TooLong
@@ -197,7 +197,7 @@ class _Reader:
                 values[pair.key] = self._value(pair.value)
             except _TooLong:
                 self.num_dropped += 1
-                self._left = left
+                self._num_chars = num_chars
         return values
 
     def _value(self, value: AnyValue) -> Any:
@@ -227,8 +227,8 @@ class _Reader:
         return text
 
     def _take(self, num_chars: int) -> None:
-        self._left -= num_chars
-        if self._left < 0:
+        self._num_chars += num_chars
+        if self._num_chars > MAX_SPAN_CHARS:
             raise _TooLong
 
 

@@ -11,7 +11,7 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RewardRule
 from lightning_jax.traces.convert import spans_to_transitions, to_trajectory
 from lightning_jax.traces.rewards import Decode, apply_rules
-from lightning_jax.traces.roles import Roles, assign_roles
+from lightning_jax.traces.roles import Roles, assign_roles, only_trained
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import attach_loose_calls
 from lightning_jax.types import Rollout, Span, Trajectory, Transition
@@ -72,34 +72,34 @@ class TraceReader:
         transitions, applied = apply_rules(spans, transitions, self.rules, self.decode)
         return transitions, reasons, applied
 
-    def read(
-        self, store: Store, rollouts: Sequence[Rollout]
-    ) -> tuple[list[Rollout], list[Trajectory], "ReadCounts"]:
-        """Return (the rollouts as judged, trajectories of those with a reward, counts).
+    def read(self, store: Store, rollouts: Sequence[Rollout]) -> "Reading":
+        """Return what the spans of the rollouts say.
 
         A rollout that its agent failed returns at most what the worst scored one does.
         """
-        judged, trajectories, counts = list[Rollout](), list[Trajectory](), ReadCounts(self)
+        reading, trajectories = Reading(self), list[Trajectory]()
+        judged, dropped = reading.rollouts, reading.dropped
         for rollout in rollouts:
             judged.append(rollout)
             if rollout.reward is None:
-                counts.dropped["no_reward"] += 1
+                dropped["no_reward"] += 1
                 continue
             spans = store.spans(rollout.rollout_id)
             transitions, reasons, applied = self.transitions(spans)
-            counts.dropped.update(reasons)
-            counts.rules.update(applied)
-            counts.used.update(self._names_used(spans, transitions))
+            dropped.update(reasons)
+            reading.rules.update(applied)
+            reading.used.update(self._names_used(spans, transitions))
             judged[-1] = self.judge(rollout, transitions)
             if judged[-1] is not rollout:
                 transitions = tuple(replace(call, reward=0.0) for call in transitions)
             if judged[-1].reward is None:
-                counts.dropped["bad_reward"] += 1
+                dropped["bad_reward"] += 1
                 continue
             if not transitions:
-                counts.dropped["no_calls"] += 1
+                dropped["no_calls"] += 1
             trajectories.append(to_trajectory(judged[-1], transitions))
-        return judged, cap_failures(trajectories), counts
+        reading.trajectories = cap_failures(trajectories)
+        return reading
 
     def _names_used(self, spans: Sequence[Span], transitions: Sequence[Transition]) -> set[str]:
         """Return the roles and policies of a rollout's calls.
@@ -114,16 +114,26 @@ class TraceReader:
         }
 
 
-class ReadCounts:
-    """Counts of what reading left out and used, with 0 for what was not."""
+class Reading:
+    """Rollouts as judged, trajectories of those with a reward, and counts.
+
+    A name that nothing used has the count 0.
+    """
 
     def __init__(self, reader: TraceReader) -> None:
+        self.rollouts: list[Rollout] = []
+        self.trajectories: list[Trajectory] = []
         # Rollouts without a reward, spans without tokens and others, by reason.
         self.dropped: Counter[str] = Counter()
         self.rules: Counter[str] = Counter(dict.fromkeys(reader.rules, 0))  # uses
         names = [f"role={name}" for name in reader.roles]
         names += [f"policy={name}" for name in reader.policies.named]
         self.used: Counter[str] = Counter(dict.fromkeys(names, 0))  # rollouts with calls of each
+
+    @property
+    def trained(self) -> list[Trajectory]:
+        """Trajectories of only the calls that train."""
+        return [only_trained(trajectory) for trajectory in self.trajectories]
 
 
 def cap_failures(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

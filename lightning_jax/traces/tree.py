@@ -83,11 +83,11 @@ def attach_loose_calls(spans: Sequence[Span]) -> list[Span]:
 def ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
     """Yield the span itself, its parent, and so on up to the root."""
     seen: set[str] = set()
-    at: Span | None = span
-    while at is not None and at.span_id not in seen:  # a client may send a cycle
-        seen.add(at.span_id)
-        yield at
-        at = by_id.get(at.parent_span_id or "")
+    current: Span | None = span
+    while current is not None and current.span_id not in seen:  # a client may send a cycle
+        seen.add(current.span_id)
+        yield current
+        current = by_id.get(current.parent_span_id or "")
 
 
 class Agents:
@@ -177,17 +177,17 @@ def in_tree_order(spans: Sequence[Span]) -> list[tuple[Span, int]]:
         parent = (span.trace_id, span.parent_span_id or "")
         is_there = parent in by_id and span.parent_span_id != span.span_id
         children[parent if is_there else None].append(span)
-    found: dict[tuple[str, str], tuple[Span, int]] = {}
+    ordered: dict[tuple[str, str], tuple[Span, int]] = {}
     roots = children[None]
     while True:
         waiting = [(span, 0) for span in reversed(roots)]
         while waiting:  # not recursive: agents may nest spans to any depth
             span, depth = waiting.pop()
             key = (span.trace_id, span.span_id)
-            if key not in found:
-                found[key] = (span, depth)
+            if key not in ordered:
+                ordered[key] = (span, depth)
                 waiting += [(child, depth + 1) for child in reversed(children[key])]
-        circles = [span for key, span in by_id.items() if key not in found]
+        circles = [span for key, span in by_id.items() if key not in ordered]
         if not circles:
-            return list(found.values())
+            return list(ordered.values())
         roots = [min(circles, key=lambda span: span.start_ns)]

@@ -1,17 +1,16 @@
 """Settings of a whole run."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.policies import INITIAL, TEACHER, PolicyTable
 from lightning_jax.rl.config import (
-    GROUP_BASELINES,
     AlgorithmConfig,
     BatchConfig,
     DistillConfig,
@@ -19,7 +18,6 @@ from lightning_jax.rl.config import (
 )
 from lightning_jax.rollouts.config import (
     AGENT,
-    NAME,
     AgentConfig,
     ChatModel,
     PromptSearchConfig,
@@ -33,14 +31,18 @@ from lightning_jax.settings.schema import (
     FunctionRef,
     Natural,
     NonNegative,
+    PathKind,
     PathOrName,
+    Positive,
     Rule,
     Section,
     Share,
+    expect,
     section,
 )
-from lightning_jax.traces.config import RESERVED, RewardRule, RoleConfig
+from lightning_jax.traces.config import RewardRule, RoleConfig
 from lightning_jax.traces.convert import COLDEST
+from lightning_jax.train.rules import age_rules, policy_rules
 
 
 @section
@@ -104,16 +106,26 @@ class CheckpointConfig(Section):
     newest is damaged."""
 
 
-SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
+SINK_NAMES = ("jsonl", "tensorboard", "wandb", "mlflow", "trackio")
+SinkRef = Annotated[
+    str,
+    PathKind.FUNCTION,
+    expect(
+        lambda name: name in SINK_NAMES or ":" in name,
+        f"{', '.join(SINK_NAMES)} or FILE:CLASS",
+        "unknown",
+    ),
+]
 
 
 @section
 class MetricsConfig(Section):
     """Places that keep the metrics of a run. docs/howto/keep_metrics.md shows each."""
 
-    sinks: list[SinkName] = field(default_factory=lambda: ["jsonl"])
-    """The file metrics.jsonl of the run directory is always written. Each other one needs the
-    package of its name. One that fails never stops a run."""
+    sinks: list[SinkRef] = field(default_factory=lambda: ["jsonl"])
+    """Of jsonl, tensorboard, wandb, mlflow and trackio, or FILE:CLASS of yours; see
+    docs/howto/add_a_metric_sink.md. The file metrics.jsonl of the run directory is always written.
+    Each other one needs the package of its name. One that fails never stops a run."""
     project: str = "lightning_jax"
     """W&B and trackio: project; MLflow: experiment."""
     name: str | None = None
@@ -150,6 +162,65 @@ class DistributedConfig(Section):
         yield "num_processes", number >= 1, f"expected the number of processes {mode}"
         is_index = process_id is not None and 0 <= process_id < number
         yield "process_id", is_index, f"expected 0 to num_processes - 1 {mode}"
+
+
+LOCAL_CLUSTER, AUTO_CLUSTER = "local", "auto"  # addresses
+Address = Annotated[
+    str, expect(re.compile(r"auto|local|[^:/]+:\d+").fullmatch, "auto, local, HOST:PORT or none")
+]
+_PAIR = re.compile(r"\w+=.*", re.DOTALL)
+Variables = Annotated[
+    tuple[str, ...],
+    expect(lambda pairs: all(map(_PAIR.fullmatch, pairs)), "variables as NAME=value"),
+]
+
+
+@section
+class ClusterConfig(Section):
+    """Processes that Ray places, on this machine or others. They need the extra `ray`."""
+
+    address: Address | None = None
+    """auto: the cluster that this machine is part of; HOST:PORT: the cluster with this head; local:
+    a cluster of this machine alone, which ends with the run. None: no Ray."""
+    samplers: Natural = 0
+    """Samplers. Each serves the policy on the devices that it gets, and the trainer's devices only
+    train. 0: the trainer's process serves."""
+    sampler_resources: dict[str, Positive] = field(default_factory=dict)
+    """Ray's resources for a sampler: CPU, GPU, TPU, memory in bytes, or a name of your own. By
+    default a CPU."""
+    sampler_env: Variables = field(default=(), repr=False)
+    """Environment variables of a sampler, as NAME=value."""
+    workers: Natural = 0
+    """Workers, which run agents instead of the trainer's process."""
+    worker_resources: dict[str, Positive] = field(default_factory=dict)
+    """Ray's resources for a worker, by default a CPU."""
+    trainers: Natural = 0
+    """Processes of the trainer: one on this machine, and others that Ray places. If one dies, all
+    of them start again from the newest checkpoint. 0: this process trains."""
+    trainer_resources: dict[str, Positive] = field(default_factory=dict)
+    """Ray's resources for each other process of the trainer, by default a CPU."""
+    timeout_s: Positive = 300.0
+    """For the cluster to place and start what is asked for."""
+
+    def rules(self) -> Iterator[Rule]:
+        has_address = self.address is not None
+        yield (
+            "trainers",
+            not self.trainers or has_address,
+            "expected 0 without a cluster.address; set it to local, auto or HOST:PORT",
+        )
+        yield (
+            "samplers",
+            (self.samplers + self.workers + self.trainers > 0) == has_address,
+            "expected 1 or more, or workers or trainers, with a cluster.address, and 0 without",
+        )
+
+    def resources(self, process: str) -> dict[str, float]:
+        """Return what a "sampler", "worker" or "trainer" takes.
+
+        The default is here, because settings are merged with the default of a field.
+        """
+        return getattr(self, f"{process}_resources") or {"CPU": 1.0}
 
 
 @section
@@ -217,114 +288,6 @@ class LearnConfig(Section):
     """Number of steps, in place of num_steps and warmup.num_steps. None: each group once."""
 
 
-def policy_rules(
-    policies: Mapping[str, PolicyConfig],
-    roles: Mapping[str, RoleConfig],
-    model: ModelConfig,
-    algorithm: AlgorithmConfig,
-) -> Iterator[Rule]:
-    """Return what policies need, by themselves and from roles.
-
-    A policy without a role is refused only if some role names a policy. Otherwise agents reach
-    policies by asking for them as their model. This catches a typo like
-    `policies.writter.trains=false`, which makes a policy that is never called.
-    """
-    names = ", ".join(policies)
-    for name, policy in policies.items():
-        yield (
-            f"policies.{name}",
-            name not in RESERVED and NAME.fullmatch(name),
-            f"has no usable name; expected letters, digits, - and _, and none of "
-            f"{', '.join(RESERVED)}: agents ask for it as their model",
-            "invalid",
-        )
-        yield (
-            f"policies.{name}.base",
-            not model.lora.rank or policy.base in (None, model.name),
-            f"is {policy.base!r}; expected none or {model.name!r}, as with model.lora.rank above 0 "
-            "all policies are adapters on model.name",
-        )
-    learns = not policies or any(policy.trains for policy in policies.values())
-    text = f"names {names}, and trains is false for all; set trains: true for at least one"
-    yield "policies", learns, text
-    yield (
-        "algorithm.value_heads",
-        not policies or model.lora.rank or algorithm.value_heads != "shared",
-        f"is 'shared' and {names} have weights of their own, as model.lora.rank is 0; expected "
-        "per_policy, because the states of different weights have nothing in common that one head "
-        "could read",
-    )
-    for name, role in roles.items():
-        yield (
-            f"roles.{name}.policy",
-            role.policy is None or role.policy in policies,
-            f"is {role.policy!r}; expected "
-            f"{f'one of {names}' if policies else 'none without a section policies'}",
-            "unknown",
-        )
-    named = {role.policy for role in roles.values() if role.policy is not None}
-    for name in policies:
-        yield (
-            f"policies.{name}",
-            not named or name in named,
-            f"has no role, although roles name {', '.join(sorted(named))}; correct its name, or, "
-            f"if agents request it as their model, add roles.{name}={{model: {name}, "
-            f"policy: {name}}}",
-            "unused",
-        )
-
-
-CORRECTED = "algorithm.proximal=old algorithm.correction=truncate algorithm.correction_high=2"
-
-
-def age_rules(
-    agent: AgentConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig
-) -> Iterator[Rule]:
-    """Return what training on samples of older weights needs, and on groups from outside."""
-    most, cause = rollout.tasks_per_step * algorithm.max_staleness, "agent.external is true"
-    if agent.external:
-        text = f"is {rollout.ahead} and {cause}, so programs outside decide when rollouts run; set "
-        yield "rollout.ahead", not rollout.ahead, f"{text}it to 0"
-        for name, fix, in_group in (
-            ("baseline", "batch_mean", GROUP_BASELINES),
-            ("normalize", "batch_std", ("group_std",)),
-        ):
-            value = getattr(algorithm, name)
-            yield (
-                f"algorithm.{name}",
-                rollout.group_size > 1 or value not in in_group,
-                f"is {value}, which compares the rollouts of a group, and rollout.group_size is 1, "
-                f"so nothing would be learned; set it to {fix}",
-            )
-        text = f"is 0 and {cause}, so rollouts run while the trainer works; set it to at least 1"
-        yield "algorithm.max_staleness", algorithm.max_staleness, text, "out_of_range"
-    elif rollout.ahead:
-        cause = f"rollout.ahead is {rollout.ahead}"
-        yield (
-            "rollout.ahead",
-            rollout.ahead <= most,
-            f"is {rollout.ahead}; expected at most {most}, which is "
-            f"rollout.tasks_per_step={rollout.tasks_per_step} times "
-            f"algorithm.max_staleness={algorithm.max_staleness}, or samples would be dropped for "
-            "their age",
-            "out_of_range",
-        )
-    else:
-        return
-    if algorithm.loss != "dpo":  # compares pairs, without a ratio to the behavior policy
-        yield (
-            "algorithm.correction",
-            algorithm.correction != "none",
-            f"is none and {cause}, which trains on samples of older weights; set {CORRECTED}",
-        )
-        yield (
-            "algorithm.clip_dual",
-            algorithm.loss not in ("clip", "gspo") or algorithm.clip_dual,
-            f"is 0 and {cause}, so a negative advantage of an older sample may have a gradient of "
-            "any size; set it to 3",
-        )
-
-
 @section
 class Config(Section):
     """Settings of one run.
@@ -364,6 +327,9 @@ class Config(Section):
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    hooks: list[FunctionRef] = field(default_factory=list)
+    """FILE:CLASS of subclasses of Hook, which take part in each step; see
+    docs/howto/add_a_hook.md."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

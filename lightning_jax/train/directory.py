@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import os
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from filelock import FileLock, Timeout
+
 from lightning_jax.errors import Coded
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.paths import absolute_paths
-from lightning_jax.system.files import write_whole
+from lightning_jax.system.files import make_private, warn_if_open, write_whole
 from lightning_jax.system.text import in_one_line
 from lightning_jax.train.config import Config
 
@@ -29,6 +32,7 @@ REFERENCE = "reference"  # weights that a KL is measured to
 WARMUP_BEST = "warmup_best"  # weights of the best probe while a warm-up runs
 LOCK, ENDED = "run.lock", "ended.json"
 SINKS_OPENED = "sinks.json"  # id of the run for metric sinks, and those that know it
+LOCK_S = 1.0  # to wait for the lock
 PROMPTS = "prompts.yaml"  # those that searches chose, by step
 EXPORTED = "policy.json"  # step of the weights in `policy`; absent while they are written
 
@@ -157,6 +161,46 @@ def read_end(directory: Path) -> End | None:
         return End(**fields | {"time_s": time_s}) if is_sound else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Lock the directory. Raises ConfigError if another process trains there."""
+    make_private(directory)
+    warn_if_open(directory)
+    lock = FileLock(directory / LOCK)
+    try:
+        _acquire(lock)
+    except Timeout:
+        raise ConfigError(
+            f"another process trains in {directory}; stop it, wait for it, or set another run_dir.",
+            reason="locked",
+            key="run_dir",
+        ) from None
+    except (OSError, NotImplementedError) as error:  # a file system without locks
+        log.info("%s cannot be locked (%s); do not start a second run there", directory, error)
+    try:
+        with recorded_end(directory):
+            yield
+    finally:
+        lock.release()
+
+
+def _acquire(lock: FileLock) -> None:
+    """Take the lock. Raises Timeout if it is not free for an instant within LOCK_S.
+
+    Whoever looks whether a run is going on shares the lock for an instant. Tries at random moments
+    do not keep step with looks at regular ones.
+    """
+    until = time.monotonic() + LOCK_S
+    while True:
+        try:
+            lock.acquire(timeout=0)
+            return
+        except Timeout:
+            if time.monotonic() > until:
+                raise
+            time.sleep(random.uniform(0.0, 0.02))
 
 
 def is_locked(directory: Path) -> bool:

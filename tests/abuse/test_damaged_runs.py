@@ -35,9 +35,9 @@ from lightning_jax.train.directory import (
     SOURCES,
     STORE,
     is_locked,
+    locked,
     recorded_end,
 )
-from lightning_jax.train.loop.startup import _locked
 from lightning_jax.types import Rollout
 
 FILES = (SETTINGS, SOURCES, METRICS, STORE, "ended.json")
@@ -126,7 +126,7 @@ def _shared_lock(path: Path) -> Iterator[None]:
 
 def test_looking_at_a_run_does_not_stop_one_that_starts(tmp_path: Path) -> None:
     run = _make(tmp_path / "run")
-    with _locked(run):
+    with locked(run):
         assert is_locked(run)
     with _shared_lock(run / LOCK):  # another page asks at the same moment
         assert not is_locked(run)
@@ -142,7 +142,7 @@ def test_looking_at_a_run_does_not_stop_one_that_starts(tmp_path: Path) -> None:
     looking.start()
     try:
         for _ in range(5):
-            with _locked(run):
+            with locked(run):
                 pass
     finally:
         ends.set()
@@ -150,9 +150,9 @@ def test_looking_at_a_run_does_not_stop_one_that_starts(tmp_path: Path) -> None:
 
 
 def test_two_trainers_are_refused_within_seconds(tmp_path: Path) -> None:
-    with _locked(tmp_path / "run"):
+    with locked(tmp_path / "run"):
         started = time.monotonic()
-        with raises_coded(ConfigError, "locked", "run_dir"), _locked(tmp_path / "run"):
+        with raises_coded(ConfigError, "locked", "run_dir"), locked(tmp_path / "run"):
             pass
         assert time.monotonic() - started < 10
 
@@ -175,7 +175,7 @@ async def test_a_store_that_is_deleted_while_it_is_open_says_so(
 
 def test_the_end_of_a_run_whose_directory_is_gone_keeps_its_error(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with raises_coded(StoreError, "deleted"), _locked(run):
+    with raises_coded(StoreError, "deleted"), locked(run):
         shutil.rmtree(run)
         raise StoreError("it was deleted", reason="deleted")
 

@@ -78,9 +78,9 @@ async def test_grammar_process_that_the_kernel_kills_costs_an_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: list[int] = []
-    ordinary = grammar_process.Replies.send
+    ordinary = grammar_process.Matcher.push
 
-    def send(self: grammar_process.Replies, token_id: int) -> None:
+    def push(self: grammar_process.Matcher, token_id: int) -> None:
         """Kill the process, as the kernel does, before the first token."""
         if not killed:
             killed.extend(_grammar_processes())
@@ -94,7 +94,7 @@ async def test_grammar_process_that_the_kernel_kills_costs_an_attempt(
         await _ask(llm, max_tokens=40, response_format=form)
         return 1.0
 
-    monkeypatch.setattr(grammar_process.Replies, "send", send)
+    monkeypatch.setattr(grammar_process.Matcher, "push", push)
     rollout, attempts = await _run(tmp_path, model, engine, agent)
     assert (rollout.status, rollout.attempt) == ("scored", 2)
     assert [(r.status, r.reason) for r in attempts[:1]] == [

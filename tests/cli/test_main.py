@@ -24,7 +24,7 @@ from lightning_jax.models.formats.load import save_hf
 from lightning_jax.testing.tiny import TINY_RUN, tiny_model
 from lightning_jax.traces.convert import spans_to_transitions
 from lightning_jax.traces.store import Store
-from lightning_jax.train.watch.monitors import TROUBLESHOOTING
+from lightning_jax.train.watch.findings import TROUBLESHOOTING
 from lightning_jax.train.watch.report import NOTHING_TRAINED
 
 LONG: dict[str, Any] = {

@@ -3,11 +3,10 @@
 import pytest
 from coded import raises_coded
 
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import actor_options
 from lightning_jax.errors import FieldError
 from lightning_jax.settings import load_config
-from lightning_jax.train.config import Config
+from lightning_jax.train.config import ClusterConfig, Config
 
 
 @pytest.mark.parametrize("address", ["auto", "local", "10.0.0.1:6379", "head.example:6379"])

@@ -20,7 +20,6 @@ from coded import raises_coded
 
 from lightning_jax.cluster import placing
 from lightning_jax.cluster.actor import SamplerActor
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import ray_session
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
@@ -32,7 +31,7 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
+from lightning_jax.train.config import CheckpointConfig, ClusterConfig, Config, EvalConfig
 from lightning_jax.train.loop.startup import open_run
 from lightning_jax.train.loop.trainer import train
 from lightning_jax.types import LLM, Task
@@ -221,11 +220,11 @@ async def test_two_runs_of_one_name_do_not_share_samplers(
     """Their directories are on machines of their own, so no lock is shared."""
     monkeypatch.setattr(placing, "FREED_S", 0.0)
     config = settings(cluster, tmp_path)
-    kind = placing.Kind("sampler", SamplerActor, 2, SAMPLER, 60.0)
     with ray_session(config.cluster) as ray:
-        other, _ = await placing.place(ray, kind, 0, str(tmp_path / "run"), ())
+        actor = SamplerActor, 0, str(tmp_path / "run"), ()
+        other, _ = await placing.start_actor(ray, config.cluster, *actor)
         with raises_coded(ConfigError, "claimed", "run_dir"):
-            await placing.place(ray, kind, 0, str(tmp_path / "run"), ())
+            await placing.start_actor(ray, config.cluster, *actor)
         ray.kill(other)
 
 

@@ -15,13 +15,12 @@ import pytest
 import toy_agent
 from test_cluster_run import TASKS, settings
 
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import save_config
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import CheckpointConfig, DataConfig
+from lightning_jax.train.config import CheckpointConfig, ClusterConfig, DataConfig
 from lightning_jax.train.watch.metrics import read_metrics
 
 pytest.importorskip("ray", reason="the extra ray is not installed")

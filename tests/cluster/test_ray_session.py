@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 from coded import raises_coded
 
-from lightning_jax.cluster.config import AUTO, LOCAL, ClusterConfig
 from lightning_jax.cluster.ray_session import TOKEN_VARIABLES, ray_session
 from lightning_jax.settings import ConfigError
+from lightning_jax.train.config import AUTO_CLUSTER, LOCAL_CLUSTER, ClusterConfig
 
 # Takes the place of Ray, which is not always installed.
 STANDIN = """
@@ -45,7 +45,7 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("ray", None)
 
 
-def _join(address: str = LOCAL) -> ModuleType:
+def _join(address: str = LOCAL_CLUSTER) -> ModuleType:
     with ray_session(ClusterConfig(address=address, samplers=1)) as ray:
         return ray
 
@@ -63,14 +63,14 @@ def test_what_the_user_has_chosen_stays(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_token_of_another_cluster_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "RAY_AUTH_TOKEN" not in _join(AUTO).seen
+    assert "RAY_AUTH_TOKEN" not in _join(AUTO_CLUSTER).seen
     monkeypatch.setenv("STANDIN_FAILS", "token")
     with raises_coded(ConfigError, "no_token", "RAY_AUTH_TOKEN") as caught:
-        _join(AUTO)
+        _join(AUTO_CLUSTER)
     assert str(caught.value).isprintable()
 
 
 def test_any_error_of_ray_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STANDIN_FAILS", "yes")
     with raises_coded(ConfigError, "not_joined", "cluster.address"):
-        _join(AUTO)
+        _join(AUTO_CLUSTER)

@@ -41,7 +41,7 @@ async def sampler() -> AsyncIterator[Sampler]:
     made = Sampler(SPEC, "127.0.0.1", 100, [(3, [copy_to_host(MODEL.params, "float32")])])
     await made.start()
     yield made
-    await made.close()
+    await made.stop()
 
 
 async def _drain(sampler: Sampler, store: Store) -> None:
@@ -70,26 +70,27 @@ def _store(folder: Path, *rollout_ids: str) -> Store:
 
 async def test_calls_of_a_rollout_reach_the_runs_store(sampler: Sampler, tmp_path: Path) -> None:
     with closing(_store(tmp_path, "r")) as store:
-        llm, root = sampler.open(RolloutSettings("r", seed=1))
+        opened = await sampler.open(RolloutSettings("r", seed=1), "g")
+        llm = opened.llm
         async with drained(sampler, store):
             assert 0.0 <= await toy_agent.run(TASK, llm) <= 1.0
             await toy_agent.posts_reward(TASK, llm)
-            assert sampler.posted_reward("r") == 0.75
-            lost = sampler.lost("r")
+            assert await sampler.posted_reward("r") == 0.75
+            lost = await sampler.lost("r")
             assert lost.total_s > lost.latest_s == 0.0  # its call got its first token
             await sampler.expire("r")
             with pytest.raises(openai.NotFoundError):
                 await toy_agent.run(TASK, llm)
-            traffic = await sampler.close_rollout("r")
+            traffic = await sampler.close("r")
         (call,) = store.spans("r")
-        assert call.parent_span_id == root.span_id and call.sequence == 101
+        assert call.parent_span_id == opened.root.span_id and call.sequence == 101
         assert call.attributes[attributes.POLICY_VERSIONS] == (3, 3, 3, 3)
         assert traffic.unanswered == () and traffic.loss is None
 
 
 async def test_a_call_waits_for_the_store(sampler: Sampler, tmp_path: Path) -> None:
     with closing(_store(tmp_path, "r")) as store:
-        llm, _ = sampler.open(RolloutSettings("r", seed=1))
+        llm = (await sampler.open(RolloutSettings("r", seed=1), "g")).llm
         asking = asyncio.create_task(toy_agent.run(TASK, llm))
         parcel = await sampler.take([])
         while not parcel.deliveries:
@@ -109,9 +110,9 @@ async def test_new_weights_answer_under_their_version(sampler: Sampler, tmp_path
                 newer = jax.tree.map(lambda leaf: leaf * 1.5, MODEL.params)
                 sent = copy_to_host(newer, "float32") if rollout_id == "one" else None
                 assert await sampler.load(0, sent, version) == version
-                llm, _ = sampler.open(RolloutSettings(rollout_id, seed=1))
+                llm = (await sampler.open(RolloutSettings(rollout_id, seed=1), "g")).llm
                 await toy_agent.run(TASK, llm)
-                await sampler.close_rollout(rollout_id)
+                await sampler.close(rollout_id)
         one, two = (store.spans(rollout_id)[0].attributes for rollout_id in ("one", "two"))
         assert (one[attributes.POLICY_VERSIONS], two[attributes.POLICY_VERSIONS]) == (
             (4,) * 4,

@@ -5,9 +5,9 @@ import signal
 import pytest
 from coded import raises_coded
 
-from lightning_jax.cluster.config import ClusterConfig
 from lightning_jax.cluster.ray_session import ClusterError
-from lightning_jax.cluster.trainers import CommandLines, End, Trainers, cause
+from lightning_jax.cluster.trainers import ProcessExit, Trainers, find_cause
+from lightning_jax.train.config import ClusterConfig
 
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 
@@ -29,31 +29,30 @@ KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
 def test_a_loss_explains_the_errors_and_aborts_of_others(
     statuses: dict[int, int | None], index: int
 ) -> None:
-    assert cause([End(i, status) for i, status in statuses.items()]).index == index
+    assert find_cause([ProcessExit(i, status) for i, status in statuses.items()]).index == index
 
 
 class Lives(Trainers):
     """Trainers whose processes end as listed, with a checkpoint then."""
 
-    def __init__(self, ends: list[tuple[End, int]]) -> None:
-        words = CommandLines(lambda index, coordinator, address: [], ".")
+    def __init__(self, ends: list[tuple[ProcessExit, int]]) -> None:
         config = ClusterConfig("local", trainers=2)
-        super().__init__(None, config, "run", words, lambda: self.checkpoint)
+        super().__init__(None, config, "run", lambda *_: [], lambda: self.checkpoint)
         self.checkpoint, self.ends = -1, ends
 
-    async def _train_once(self) -> End:
+    async def _train_once(self) -> ProcessExit:
         end, self.checkpoint = self.ends.pop(0)
         return end
 
 
 async def test_restarts_go_on_while_there_are_new_checkpoints() -> None:
-    lost = End(1, None, "its machine is gone")
-    lives = Lives([(lost, 0), (lost, 0), (lost, 5), (lost, 6), (lost, 6), (End(0, 0), 9)])
+    lost = ProcessExit(1, None, "its machine is gone")
+    lives = Lives([(lost, 0), (lost, 0), (lost, 5), (lost, 6), (lost, 6), (ProcessExit(0, 0), 9)])
     assert await lives.run() == 0 and not lives.ends
 
 
 async def test_deaths_without_a_checkpoint_end_the_run() -> None:
-    lives = Lives([(End(1, KILLED, "SIGKILL"), 4)] * 4)
+    lives = Lives([(ProcessExit(1, KILLED, "SIGKILL"), 4)] * 4)
     with raises_coded(ClusterError, "trainer_lost", "cluster.trainers"):
         await lives.run()
     assert len(lives.ends) == 1  # the first reached a checkpoint, three in a row did not
@@ -61,9 +60,9 @@ async def test_deaths_without_a_checkpoint_end_the_run() -> None:
 
 @pytest.mark.parametrize("status", [0, 1, 130])
 async def test_status_of_process_0_is_the_runs(status: int) -> None:
-    assert await Lives([(End(0, status), 0)]).run() == status
+    assert await Lives([(ProcessExit(0, status), 0)]).run() == status
 
 
 async def test_error_of_another_process_ends_the_run() -> None:
     with raises_coded(ClusterError, "trainer_failed", "cluster.trainers"):
-        await Lives([(End(1, 1, "error: no such file"), 0)]).run()
+        await Lives([(ProcessExit(1, 1, "error: no such file"), 0)]).run()

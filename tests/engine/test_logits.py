@@ -5,7 +5,7 @@ import pytest
 
 from lightning_jax.engine.grammar.compiler import GrammarCompiler
 from lightning_jax.engine.grammar.process import wait_readable
-from lightning_jax.engine.logits import LogitAdjuster, needs_adjusting, only_masks
+from lightning_jax.engine.logits import LogitAdjuster, moves_logits, only_masks
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.testing.tiny import tiny_tokenizer
 
@@ -67,19 +67,19 @@ def test_a_request_waits_for_its_tokens_only_if_they_change_what_is_next(setting
 
 
 @pytest.mark.parametrize(
-    ("settings", "needed"),
+    ("settings", "moves"),
     [
         ({}, False),
         ({"temperature": 0.0, "top_k": 5, "stop": ("x",), "seed": 1}, False),
         ({"logit_bias": ((1, 0.0),)}, True),
         ({"presence_penalty": -1.0}, True),
         ({"frequency_penalty": 1.0}, True),
-        ({"top_logprobs": 1}, True),
+        ({"top_logprobs": 1}, False),
         ({"grammar": 'start: "a"'}, True),
     ],
 )
-def test_plain_requests_need_no_adjusting(settings, needed):
-    assert needs_adjusting(SamplingParams(**settings)) is needed
+def test_plain_requests_sample_from_the_policys_own_logits(settings, moves):
+    assert moves_logits(SamplingParams(**settings)) is moves
 
 
 @pytest.mark.parametrize(

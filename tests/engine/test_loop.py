@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import textwrap
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from lightning_jax.engine import batcher
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Draining, EngineError, PromptTooLong, QueueFull
 from lightning_jax.engine.grammar.compiler import GrammarError
 from lightning_jax.engine.loop import EngineLoop
@@ -374,3 +377,20 @@ async def test_long_prompts_begin_over_several_turns(bench: Bench, monkeypatch):
     for generation in open_:
         assert (await generation.result()).finish_reason == "length"
     assert sum(begun) == 4 and max(begun) == 2
+
+
+async def test_an_engine_runs_the_loop_of_a_file(model, bench: Bench, tmp_path):
+    source = """
+    from lightning_jax.engine.loop import EngineLoop
+
+    class Loop(EngineLoop):
+        def stats(self):
+            return super().stats() | {"serve/mine": 1.0}
+    """
+    (tmp_path / "mine.py").write_text(textwrap.dedent(source))
+    serve = replace(SERVE, orchestrator=f"{tmp_path}/mine.py:Loop")
+    async with Engine(model, serve, programs=[bench.engine]) as engine:
+        ids = bench.ids("abc")
+        tokens = (await engine.submit(ids, greedy()).result()).token_ids
+        assert tokens == (await bench.loop.submit(ids, greedy()).result()).token_ids
+        assert engine.stats()["serve/mine"] == 1.0

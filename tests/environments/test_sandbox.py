@@ -14,9 +14,9 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.environments import sandbox
-from lightning_jax.environments.sandbox import Box, BoxLimits, Kind, open_box, run_boxed
+from lightning_jax.environments.sandbox import Box, BoxLimits, SandboxKind, open_box, run_boxed
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.agents.process import Ended
+from lightning_jax.rollouts.agents.process import ProgramEnd
 
 needs_namespaces = pytest.mark.skipif(
     bool(sandbox.namespace_error()), reason="this system makes no user namespaces"
@@ -32,7 +32,7 @@ def box(request: pytest.FixtureRequest) -> Iterator[Box]:
         yield found
 
 
-def run(box: Box, script: str, limits: BoxLimits = SMALL, with_tests: bool = False) -> Ended:
+def run(box: Box, script: str, limits: BoxLimits = SMALL, with_tests: bool = False) -> ProgramEnd:
     words = ["bash", "-c", script]
     return asyncio.run(run_boxed(box, words, PATH, limits=limits, with_tests=with_tests))
 
@@ -98,7 +98,7 @@ def test_daemons_end_with_their_program(box: Box) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_program_that_forks_is_ended(kind: Kind) -> None:
+def test_a_program_that_forks_is_ended(kind: SandboxKind) -> None:
     """The forking stops by itself, so that a failed test does no harm."""
     code = "import os, time\nfor _ in range(8):\n    os.fork()\n    time.sleep(0.1)\ntime.sleep(60)"
     with open_box(kind) as box:

@@ -22,7 +22,6 @@ from lightning_jax.gateway.fields import (
     Strings,
     TopK,
     harmless,
-    read,
 )
 
 
@@ -46,14 +45,14 @@ class Home(Fields, extra="allow"):
 
 
 def test_values_are_coerced_as_clients_write_them() -> None:
-    home = read(Home, {"count": 3.0, "size": 10**400, "top": -1, "stop": "a", "house": 1, "x": 2})
+    home = Home.read({"count": 3.0, "size": 10**400, "top": -1, "stop": "a", "house": 1, "x": 2})
     assert (home.count, home.size, home.top, home.stop) == (3, MAX_INT32, 0, ("a",))
     assert home.model_extra == {"x": 2}
-    assert read(Home, {"stop": ["a", "b"], "size": 1}).stop == ("a", "b")
+    assert Home.read({"stop": ["a", "b"], "size": 1}).stop == ("a", "b")
 
 
 def test_null_counts_as_missing() -> None:
-    assert read(Home, dict.fromkeys(Home.model_fields)) == read(Home, {})
+    assert Home.read(dict.fromkeys(Home.model_fields)) == Home.read({})
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_null_counts_as_missing() -> None:
 )
 def test_the_wrong_field_is_named(body: Any, key: str, code: str, reason: str) -> None:
     with pytest.raises(ApiError) as caught:
-        read(Home, body)
+        Home.read(body)
     error = caught.value
     assert (error.key, error.code, error.reason) == (key, code, reason)
     assert (error.status, error.param) == (400, key.partition("[")[0])
@@ -90,7 +89,7 @@ def test_the_wrong_field_is_named(body: Any, key: str, code: str, reason: str) -
 def test_a_long_list_is_read_up_to_its_first_error() -> None:
     for body in ({"stop": [1] * 10_000}, {"pets": [1] * 10_000}):
         with pytest.raises(ApiError) as caught:
-            read(Home, body)
+            Home.read(body)
         assert isinstance(caught.value.__cause__, ValidationError)
         assert caught.value.__cause__.error_count() == 1
 

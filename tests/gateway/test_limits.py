@@ -55,6 +55,17 @@ async def test_choices_over_a_rollouts_limit_are_refused(make_bench: MakeBench) 
         assert (await bench.post(BODY | {"n": 3}, base=base))[0] == 200
 
 
+async def test_a_retry_of_a_refused_call_does_not_join_an_equal_one(make_bench: MakeBench) -> None:
+    async with make_bench(max_choices_per_rollout=2) as bench:
+        base, body = bench.rollout().base_url, LONG | {"n": 2}
+        first = asyncio.create_task(bench.post(body, base=base))
+        await _until(lambda: bench.loop.stats()["serve/running"] == 2)
+        assert (await bench.post(body, base=base))[0] == 429
+        again = await bench.post(body, base=base, **{"x-stainless-retry-count": "1"})
+        assert (again[0], bench.gateway.stats()["serve/joined_calls"]) == (429, 0)
+        first.cancel()
+
+
 async def test_a_call_that_outlives_its_client_counts_as_in_flight(make_bench: MakeBench) -> None:
     """A client that disconnects at its declared timeout leaves the call running for a retry."""
     async with make_bench(max_choices_per_rollout=2) as bench:

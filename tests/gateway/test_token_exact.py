@@ -94,7 +94,7 @@ def test_unchanged_conversations_extend_token_for_token(name: str, seed: int) ->
             assert prompt.breaks == 0
             ids = _sampled(rng, form, tokenizer)
             answer = _answer(prompt, ids, form, tokenizer.decode(ids))
-            memory.add(answer.as_message(), Generated(prompt.token_ids, ids, prompt.history))
+            memory.add(answer.as_message(), Generated(prompt, ids))
             path = prompt.token_ids + ids
             num_calls += len(answer.tool_calls)
             # As sent over the wire by a program in Python or JavaScript.
@@ -118,7 +118,7 @@ def test_edited_and_dropped_history_forks(name: str) -> None:
     prompt = render_prompt(first, TOOLS, tokenizer, memory)
     ids = (*tokenizer.encode(form.write([("add", {"n": 1})]), special=False), *tokenizer.eos_ids)
     answer = _answer(prompt, ids, form, tokenizer.decode(ids))
-    memory.add(answer.as_message(), Generated(prompt.token_ids, ids, prompt.history))
+    memory.add(answer.as_message(), Generated(prompt, ids))
     path = prompt.token_ids + ids
     (call,) = answer.tool_calls
     result = {"role": "tool", "tool_call_id": call.call_id, "content": "2"}
@@ -147,7 +147,7 @@ def test_after_an_edit_the_unedited_beginning_is_kept() -> None:
         prompt = render_prompt(messages, None, tokenizer, memory)
         ids = (*tokenizer.encode(text), *tokenizer.eos_ids)
         message = {"role": "assistant", "content": text}
-        memory.add(message, Generated(prompt.token_ids, ids, prompt.history))
+        memory.add(message, Generated(prompt, ids))
         paths.append(prompt.token_ids + ids)
         messages = [*messages, message, {"role": "user", "content": "go on"}]
     messages[2] = {"role": "user", "content": "something else"}

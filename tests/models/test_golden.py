@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.formats import huggingface
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.models.shape import DecoderConfig
-from lightning_jax.models.transformer import forward, init_cache, unembed
+from lightning_jax.models.transformer import forward, unembed
 
 GOLDEN = Path(__file__).parent / "golden"
 smollm2 = pytest.mark.skipif(

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from coded import raises_coded
 
+from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import KERNELS, LoraConfig, MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, unflatten
 from lightning_jax.models.lora import adapted, frozen_part, merged, overlay, pick, trained_part
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.sharding import param_shardings
-from lightning_jax.models.transformer import Linear, forward, init_cache, init_params
+from lightning_jax.models.transformer import Linear, forward, init_params
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config

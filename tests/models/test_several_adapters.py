@@ -126,8 +126,9 @@ def test_slots_decode_with_the_chosen_adapter() -> None:
         alone = ALONE[adapter]
         params, state_alone = single.put_on_mesh(alone.params), single.init_state()
         start = start_of(ids[-1], len(ids) - 1, greedy, 0)
-        row = single.prefill(params, single.init_row(), [Fill(0, 0, ids[:-1])])
-        state_alone = single.insert(row, state_alone, 0, start)
+        cache = single.prefill(params, state_alone.cache, [Fill(0, 0, ids[:-1])])
+        state_alone = dataclasses.replace(state_alone, cache=cache)
+        state_alone = single.activate(state_alone, 0, start)
         for tokens, logprobs in found:
             state_alone, sampled = single.generate(params, state_alone)
             for slot in slots:

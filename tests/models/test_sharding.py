@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
 from lightning_jax.models.mesh import batch_sharding, make_mesh, serving_mesh
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.sharding import cache_sharding, param_shardings
-from lightning_jax.models.transformer import forward, init_cache, init_params, unembed
-from lightning_jax.rl.config import BatchConfig, OptimizerConfig
+from lightning_jax.models.transformer import forward, init_params, unembed
+from lightning_jax.rl.config import BatchConfig, DistillConfig, OptimizerConfig
 from lightning_jax.rl.update.updater import Updater
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.records import sequence
@@ -132,7 +133,9 @@ def five_steps(sizes: tuple[int, int, int]) -> tuple[list[float], Any, Updater, 
     """Return (losses, state, learner, gradient and optimizer programs) of five updates."""
     config = settings(sizes)
     learner = phase_updater(SHAPED, config, supervised=False)
-    grads_fn, apply_fn = (program.compile() for program in lower_step(learner, config))
+    grads_fn, apply_fn = (
+        program.compile() for program in lower_step(learner, config.model.dtype, config.distill)
+    )
     functions = dataclasses.replace(learner.functions, grads_fn=grads_fn, apply_fn=apply_fn)
     learner = dataclasses.replace(learner, functions=functions)
     state = learner.init(init_params(SHAPED, jax.random.key(0)))
@@ -175,7 +178,9 @@ def test_an_update_in_bfloat16_agrees_on_one_and_eight_devices(sizes):
 @pytest.mark.slow
 def test_rematerialised_layers_are_gathered_one_by_one():
     config, model = settings((1, 8, 1), remat=True), SHAPED.with_shape(num_layers=2)
-    grads_fn, _ = lower_step(phase_updater(model, config, supervised=False), config)
+    grads_fn, _ = lower_step(
+        phase_updater(model, config, supervised=False), config.model.dtype, config.distill
+    )
     moved = collectives(grads_fn.compile().as_text())
     gathered = {shape for op, shape in moved if op == "all-gather"}
     # A layer of the stack is [1, 48, 112]. The whole stack would be [2, 48, 112].
@@ -272,7 +277,7 @@ def test_frozen_weights_have_no_gradient_to_add_up():
     learner = phase_updater(
         SHAPED.with_execution(lora=lora), settings(MESHES["fsdp"]), supervised=False
     )
-    grads_fn, _ = lower_step(learner, settings(MESHES["fsdp"]))
+    grads_fn, _ = lower_step(learner, "float32", DistillConfig())
     moved = collectives(grads_fn.compile().as_text())
     used = matrices(MESHES["fsdp"])
     gathered = Counter(shape for op, shape in moved if op == "all-gather" and rank not in shape)

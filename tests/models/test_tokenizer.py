@@ -17,10 +17,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from lightning_jax.errors import FieldError
 from lightning_jax.models import template_limits
 from lightning_jax.models import tokenizer as tokenizer_module
-from lightning_jax.models.chat_template import TemplateError, render, with_defaults
+from lightning_jax.models.chat_template import TemplateError, render_template, with_defaults
 from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.template_limits import check_kwargs
-from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer, TokenizerError, from_hf
+from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer, from_hf
 from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
 
 TINY = tiny_tokenizer()
@@ -134,7 +135,9 @@ def test_templates_render_as_transformers_renders_them(name):
         add_generation_prompt=True,
         bos_token="<s>",
     )[0][0]
-    ours = render(TEMPLATES[name], messages, tools=tools, special_tokens={"bos_token": "<s>"})
+    ours = render_template(
+        TEMPLATES[name], messages, tools=tools, special_tokens={"bos_token": "<s>"}
+    )
     assert ours == theirs
 
 
@@ -144,8 +147,8 @@ def test_a_template_may_say_how_json_is_written():
         ("(ensure_ascii=False)", '"é"'),
         ("(ensure_ascii=True)", '"\\u00e9"'),
     ):
-        assert render(f"{{{{ 'é' | tojson{options} }}}}", MESSAGES) == written
-    assert render("{{ [1] | tojson(indent=1) }}", MESSAGES) == "[\n 1\n]"
+        assert render_template(f"{{{{ 'é' | tojson{options} }}}}", MESSAGES) == written
+    assert render_template("{{ [1] | tojson(indent=1) }}", MESSAGES) == "[\n 1\n]"
 
 
 KWARGS = {"flag": False, "names": ["a", "b's"], "more": {"x": None, "y": -1.5e-7}, "word": "é\n%}"}
@@ -157,12 +160,12 @@ READS_KWARGS = (
 def test_variables_reach_a_template_and_override_its_defaults():
     template = with_defaults(READS_KWARGS, KWARGS)
     expected = "\n False ['a', \"b's\"] -1.5e-07! é\n%}"
-    assert render(READS_KWARGS, MESSAGES, kwargs=KWARGS) == expected
-    assert render(template, MESSAGES) == expected
-    assert render(template, MESSAGES, kwargs={"flag": 3}) == expected.replace("False", "3")
+    assert render_template(READS_KWARGS, MESSAGES, kwargs=KWARGS) == expected
+    assert render_template(template, MESSAGES) == expected
+    assert render_template(template, MESSAGES, kwargs={"flag": 3}) == expected.replace("False", "3")
     assert with_defaults(READS_KWARGS, {}) == READS_KWARGS
     macro = "{% macro show() %}{{ word }}{% endmacro %}{{ show() }}"
-    assert render(with_defaults(macro, {"word": "w"}), MESSAGES) == "w"
+    assert render_template(with_defaults(macro, {"word": "w"}), MESSAGES) == "w"
 
 
 def test_transformers_uses_the_defaults_of_a_saved_template(tmp_path):
@@ -215,18 +218,20 @@ def test_variables_for_a_template_are_few_small_and_json(kwargs, reason):
 )
 def test_values_that_a_template_cannot_take_are_a_refusal(template, value):
     with raises_coded(TemplateError, "rejected"):
-        render(template, MESSAGES, kwargs={"n": value})
+        render_template(template, MESSAGES, kwargs={"n": value})
     name = {"template": 1, "self": 2, "namespace": 3, "context": 4, "eos_token": "<e>"}
-    shown = render("{{ template }}{{ self }}{{ namespace }}{{ eos_token }}", MESSAGES, kwargs=name)
+    shown = render_template(
+        "{{ template }}{{ self }}{{ namespace }}{{ eos_token }}", MESSAGES, kwargs=name
+    )
     assert shown.startswith("1") and shown.endswith("3<e>")
 
 
 def test_a_template_can_refuse_and_cannot_reach_python():
     with raises_coded(TemplateError, "rejected") as caught:
-        render("{{ raise_exception('only users') }}", MESSAGES)
+        render_template("{{ raise_exception('only users') }}", MESSAGES)
     assert "only users" in str(caught.value)  # the template's own words
     with raises_coded(TemplateError, "rejected"):
-        render("{{ ''.__class__.__mro__[1].__subclasses__() }}", MESSAGES)
+        render_template("{{ ''.__class__.__mro__[1].__subclasses__() }}", MESSAGES)
     with raises_coded(TemplateError, "missing", "chat_template"):
         Tokenizer(byte_level_bpe(["a"], [], "gpt-2")).render_chat(MESSAGES)
 
@@ -265,7 +270,7 @@ def test_a_template_without_an_end_is_refused(name, monkeypatch):
     monkeypatch.setattr(template_limits, "TIME_LIMIT_S", 0.5)
     before = time.thread_time()
     with raises_coded(TemplateError, "rejected"):
-        render(RUNAWAYS[name], MESSAGES)
+        render_template(RUNAWAYS[name], MESSAGES)
     assert time.thread_time() - before < 30
 
 
@@ -284,16 +289,16 @@ def test_a_template_without_an_end_is_refused(name, monkeypatch):
 )
 def test_every_error_of_a_template_is_a_refusal(template):
     with raises_coded(TemplateError, "rejected"):
-        render(template, MESSAGES)
+        render_template(template, MESSAGES)
 
 
 def test_honest_templates_stay_within_the_limits():
     messages = [{"role": "user", "content": "x" * 50_000}] * 200
     template = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content | trim + '!' }}{% endfor %}"
-    assert len(render(template, messages)) == 200 * 50_007
+    assert len(render_template(template, messages)) == 200 * 50_007
     stamp = [{"role": "user", "content": "1", "time": 1_700_000_000_000}]
     template = "{% macro show(n) %}{{ n }}{% endmacro %}{{ show(messages[0].time) }}"
-    assert render(template, stamp) == "1700000000000"
+    assert render_template(template, stamp) == "1700000000000"
 
 
 def test_vocabulary_kinds_differ_in_how_they_cut_text():
@@ -312,7 +317,7 @@ def test_vocabulary_kinds_differ_in_how_they_cut_text():
         "qwen2": [3, 4, 1],
         "llama-bpe": [1, 2, 1],
     }
-    with raises_coded(TokenizerError, "unsupported", "tokenizer.ggml.pre"):
+    with raises_coded(ModelError, "unsupported", "tokenizer.ggml.pre"):
         byte_level_bpe(tokens, merges, "unheard-of")
 
 
@@ -334,10 +339,10 @@ def test_the_named_end_of_turn_comes_before_other_ends():
 
 def test_wrong_files_are_named(tmp_path):
     path = tmp_path / "tokenizer.json"
-    with raises_coded(TokenizerError, "missing", str(path)):
+    with raises_coded(ModelError, "missing", str(path)):
         tokenizer_module.from_hf(tmp_path)
     path.write_text("{")
-    with raises_coded(TokenizerError, "malformed", str(path)):
+    with raises_coded(ModelError, "malformed", str(path)):
         tokenizer_module.from_hf(tmp_path)
 
 

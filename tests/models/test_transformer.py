@@ -8,8 +8,9 @@ import numpy as np
 from coded import raises_coded
 
 from lightning_jax.errors import InvalidValue
+from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
-from lightning_jax.models.transformer import _embed, forward, init_cache, init_params, unembed
+from lightning_jax.models.transformer import _embed, forward, init_params, unembed
 from lightning_jax.testing.tiny import tiny_model
 
 LENGTH = 170  # more than one block, and not a multiple of a block

@@ -37,7 +37,7 @@ from lightning_jax.rollouts.runner import Runner, TooManyFailures, make_requests
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces.store import CRASH, STOP, Store
-from lightning_jax.train.watch.monitors import findings
+from lightning_jax.train.watch.findings import findings
 from lightning_jax.types import LLM, Rollout, Task
 
 TOY = Path(__file__).parents[1] / "toy_agent.py"

@@ -1,6 +1,6 @@
 """Tests of the texts that are kept of a task."""
 
-from lightning_jax.traces.tasks import MAX_FIELD_CHARS, MAX_FIELDS, MAX_NAME_CHARS, shorten_task
+from lightning_jax.traces.rows import MAX_FIELD_CHARS, MAX_FIELDS, MAX_NAME_CHARS, shorten_task
 
 
 def test_long_texts_and_many_fields_are_cut() -> None:

@@ -12,7 +12,7 @@ from lightning_jax.cli.command import Command, argument
 from lightning_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from lightning_jax.train.config import Config
+    from lightning_jax.settings.schema import Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def _check(argv: list[str]) -> None:
         print(f"begins {config.run_dir}")
 
 
-def _files(config: "Config") -> Iterator[tuple[str, Any]]:
+def _files(config: "Section") -> Iterator[tuple[str, Any]]:
     """Yield the settings that name files, and not a known function or model."""
     from lightning_jax.settings.paths import named_files
     from lightning_jax.settings.schema import PathKind

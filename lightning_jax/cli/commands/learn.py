@@ -10,6 +10,7 @@ from lightning_jax.cli.commands.train import train_on_tasks
 from lightning_jax.cli.runtime import stop_on_sigterm
 
 if TYPE_CHECKING:
+    from lightning_jax.models.config import ModelConfig
     from lightning_jax.train.config import Config
 
 DEFAULT_WHERE = "reward > 0"
@@ -123,7 +124,10 @@ class Learn(Command):
             num_steps=self.steps,
         )
         start = self.start or ("model" if self.policy else "policy")
-        return replace(_begun_at(source, config) if start == "policy" else config, learn=learn)
+        if start == "policy":
+            model = _exported_model(source, config.model, has_policies=bool(config.policies))
+            config = replace(config, model=model)
+        return replace(config, learn=learn)
 
 
 def settings_of_policy_steps(source: Path, settings: Sequence[str]) -> "Config":
@@ -153,19 +157,18 @@ def _load(source: Path, settings: Sequence[str]) -> "Config":
     return load_config(Config, [str(source / SETTINGS), *settings])
 
 
-def _begun_at(source: Path, config: "Config") -> "Config":
-    """Return settings that begin with the policy of the run in `source`."""
+def _exported_model(source: Path, model: "ModelConfig", *, has_policies: bool) -> "ModelConfig":
+    """Return the settings of the model that the run in `source` has exported."""
     from lightning_jax.settings import ConfigError
     from lightning_jax.train.directory import find_weights
 
-    found = find_weights(source)
-    if not found.is_exported or config.policies:
-        fact = "trains several policies" if found.is_exported else "has not ended"
+    weights = find_weights(source)
+    if not weights.is_exported or has_policies:
+        fact = "trains several policies" if weights.is_exported else "has not ended"
         raise ConfigError(
             f"run {source} {fact}, so its policy is no model to start from; pass --start model.",
             reason="not_exported",
             key="--start",
         )
-    name = str(found.path.resolve())  # has the settings' template and its variables in it
-    model = replace(config.model, name=name, chat_template=None, chat_template_kwargs={})
-    return replace(config, model=model)
+    name = str(weights.path.resolve())  # has the settings' template and its variables in it
+    return replace(model, name=name, chat_template=None, chat_template_kwargs={})

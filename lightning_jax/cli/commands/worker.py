@@ -31,7 +31,7 @@ class Worker(SettingsCommand):
     def run(self) -> int:
         from lightning_jax.rollouts.agents.program import make_agent
         from lightning_jax.rollouts.workers.work import fingerprint
-        from lightning_jax.rollouts.workers.worker import Server, work, worker_name
+        from lightning_jax.rollouts.workers.worker import Server, run_worker, worker_name
         from lightning_jax.settings import ConfigError, load_config
         from lightning_jax.system.network import go_direct
         from lightning_jax.train.config import Config
@@ -62,7 +62,7 @@ class Worker(SettingsCommand):
         async def until_stopped() -> None:
             with cancel_at_stop():
                 log.info("taking up to %d rollouts at once from %s", concurrency, server.url)
-                await work(
+                await run_worker(
                     agent,
                     fingerprint(config.agent),
                     server,

@@ -10,6 +10,7 @@ was compiled by an earlier process is loaded sooner.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -34,13 +35,13 @@ IDLE_SHARE = 0.25
 class Costs:
     """Seconds of one call by size.
 
-    Sizes that never ran are on a line through those that did. `work` counts what grows with the
-    size, such as padded tokens. With one size measured, `fixed_share` of its time is taken for what
-    a call of any size needs, such as reading the weights.
+    Sizes that never ran are on a line through those that did, by the product of their numbers. With
+    one size measured, `fixed_share` of its time is taken for what a call of any size needs, such as
+    reading the weights.
     """
 
-    def __init__(self, work: Callable[[Size], float], fixed_share: float) -> None:
-        self.work, self._fixed_share = work, fixed_share
+    def __init__(self, fixed_share: float) -> None:
+        self._fixed_share = fixed_share
         self._fastest: dict[Size, float] = {}
 
     def add(self, size: Size, seconds: float) -> None:
@@ -52,14 +53,14 @@ class Costs:
         fastest = self._fastest.copy()
         if size in fastest or not fastest:
             return fastest.get(size)
-        works = np.array([self.work(other) for other in fastest])
+        works = np.array([math.prod(other) for other in fastest])
         times = np.array(list(fastest.values()))
         if works.min() == works.max():
             slope = (1 - self._fixed_share) * times.min() / works[0]
         else:
             slope = max(float(np.polyfit(works, times, 1)[0]), 0.0)
         fixed = max(float(times.mean() - slope * works.mean()), 0.0)
-        return fixed + slope * self.work(size)
+        return fixed + slope * math.prod(size)
 
 
 class Compiler:

@@ -20,12 +20,12 @@ from lightning_jax.models.attention.kv_cache import (
     TOKEN_AXIS,
     KVCache,
     LayerCache,
+    init_cache,
     join_caches,
     segment_starts,
 )
 from lightning_jax.models.mesh import platform_of
 from lightning_jax.models.shape import DecoderShape
-from lightning_jax.models.transformer import init_cache
 from lightning_jax.types import Leaf
 
 MAX_POOL_SIZE = 8  # times the slots' own capacity, so that a tiny model's pool stays small
@@ -137,8 +137,7 @@ def _copy_in_loop(
 
     def step(i: Any, target: KVCache) -> KVCache:
         positions = (move.page_ids[i - move.first], 0), (move.slot, (i - begin) * PAGE)
-        at, to = positions if to_row else positions[::-1]
-        return _copy_page(source, at, target, to)
+        return _copy_page(source, target, *(positions if to_row else positions[::-1]))
 
     low, high = jnp.maximum(move.first, begin), jnp.minimum(move.first + move.num_pages, end)
     return jax.lax.fori_loop(low, high, step, target)
@@ -196,21 +195,20 @@ def _blocks_of_segments(cache: KVCache, number: int) -> list[tuple[KVCache, int,
     return [(segment, *span) for segment, span in zip(cache.split(), spans, strict=True)]
 
 
-def _copy_page(source: KVCache, at: Any, target: KVCache, to: Any) -> KVCache:
+def _copy_page(source: KVCache, target: KVCache, from_position: Any, to_position: Any) -> KVCache:
     """Return `target` with PAGE tokens of `source`. Positions are (row, token) in a single segment.
 
     A loop of these runs in place, and its time is in proportion to the pages copied. A gather or
     scatter of a padded list takes the time of a whole row and needs one program per row length.
     """
 
+    def start_indices(position: Any, axis: int) -> tuple[Any, ...]:
+        row, token = position
+        return (row, *(token if i == axis else 0 for i in (1, 2, 3)))
+
     def copy(from_: Any, into: Any, axis: int) -> Any:
         size = (1, *(PAGE if i == axis else n for i, n in enumerate(from_.shape) if i))
-        page = jax.lax.dynamic_slice(from_, _start_indices(at, axis), size)
-        return jax.lax.dynamic_update_slice(into, page, _start_indices(to, axis))
+        page = jax.lax.dynamic_slice(from_, start_indices(from_position, axis), size)
+        return jax.lax.dynamic_update_slice(into, page, start_indices(to_position, axis))
 
     return _map_sides(copy, source, target)
-
-
-def _start_indices(at: Any, axis: int) -> tuple[Any, ...]:
-    row, token = at
-    return (row, *(token if i == axis else 0 for i in (1, 2, 3)))

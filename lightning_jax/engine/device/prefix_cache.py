@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_jax.engine.device.programs import DecodeState
-from lightning_jax.engine.device.radix import PAGE, Node, PageTree
+from lightning_jax.engine.device.radix import PAGE, PageTree
 from lightning_jax.engine.device.slots import SlotPrograms
 
 MIN_REUSE = 8  # tokens; for fewer, copying a page costs more than computing them
@@ -21,49 +21,13 @@ class PrefixCache:
 
     def __init__(self, programs: SlotPrograms, version: int) -> None:
         self._copier = programs.pages
-        self._tree = PageTree(self._copier.num_pages, version)
+        self.tree = PageTree(self._copier.num_pages, version)
         self._pool = self._copier.init_pool()
-
-    @property
-    def pages_used(self) -> int:
-        """Number of pages in use."""
-        return self._tree.num_used
-
-    @property
-    def evicted_pages(self) -> int:
-        """Number of pages evicted so far to make room.
-
-        Pages dropped for new weights do not count.
-        """
-        return self._tree.num_evicted
 
     def warmup(self, state: DecodeState) -> DecodeState:
         """Compile the page copies. Donates `state`."""
         cache, self._pool = self._copier.warmup(state.cache, self._pool)
         return replace(state, cache=cache)
-
-    def hold(self, ids: Sequence[int], adapter: int | None = None) -> Node:
-        """Pin the cached prefix of `ids` until `let_go`, for a waiting request that needs it.
-
-        Otherwise conversations that take turns and do not all fit would evict each other's pages
-        just before they are due.
-        """
-        node = self._tree.match(ids, adapter).node
-        self._tree.pin(node)
-        return node
-
-    def let_go(self, node: Node) -> None:
-        """Release a `hold`."""
-        self._tree.unpin(node)
-
-    @property
-    def keeps(self) -> bool:
-        """True if the cache has any pages."""
-        return self._copier.num_pages > 0
-
-    def match(self, ids: Sequence[int], adapter: int | None = None) -> int:
-        """Return the length of the cached prefix of `ids`."""
-        return self._tree.match(ids, adapter).length
 
     def restore(
         self, state: DecodeState, slot: int, ids: Sequence[int], adapter: int | None = None
@@ -74,7 +38,7 @@ class PrefixCache:
 
         Donates `state`.
         """
-        match = self._tree.match(ids, adapter)
+        match = self.tree.match(ids, adapter)
         if match.length < MIN_REUSE:
             return state, 0
         cache = self._copier.restore(state.cache, slot, self._pool, match.pages)
@@ -93,14 +57,6 @@ class PrefixCache:
         `version` is the weights version at the start of the request. If the weights changed since,
         nothing is cached.
         """
-        new = self._tree.insert(ids[: self._copier.num_blocks * PAGE], version, adapter)
+        new = self.tree.insert(ids[: self._copier.num_blocks * PAGE], version, adapter)
         if new.pages:
             self._pool = self._copier.store(self._pool, new.pages, state.cache, slot, new.first)
-
-    def forget_all(self, version: int) -> None:
-        """Drop all pages, because the weights have changed."""
-        self._tree.reset(version)
-
-    def keep_all(self, version: int) -> None:
-        """Keep all pages under a new version of the same weights."""
-        self._tree.version = version

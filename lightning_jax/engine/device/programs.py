@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Int32
 
 from lightning_jax.engine.sampling import Adjustment, Sampled, sample
 from lightning_jax.engine.types import SamplingParams
-from lightning_jax.models.attention.kv_cache import KVCache, join_caches
+from lightning_jax.models.attention.kv_cache import KVCache, init_cache, join_caches
 from lightning_jax.models.shape import DecoderConfig
-from lightning_jax.models.transformer import Params, forward, init_cache, unembed
+from lightning_jax.models.transformer import Params, forward, unembed
 from lightning_jax.types import Leaf
 
 
@@ -98,17 +98,6 @@ def prefill(
     )
     assert written is not None, "the program returns the cache it was given"
     return written
-
-
-def insert_row(
-    state: DecodeState, row: KVCache, slot: Int32[Array, ""], start: Start
-) -> DecodeState:
-    """Return the state with a one-row cache in the slot, and the slot active."""
-
-    def put(rows: Any, row: Any) -> Any:
-        return jax.lax.dynamic_update_slice(rows, row, (slot, 0, 0, 0))
-
-    return activate(replace(state, cache=jax.tree.map(put, state.cache, row)), slot, start)
 
 
 def activate(state: DecodeState, slot: Int32[Array, ""], start: Start) -> DecodeState:

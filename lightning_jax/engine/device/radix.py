@@ -57,22 +57,22 @@ class PageTree:
 
     def __init__(self, num_pages: int, version: int) -> None:
         self.version = version
-        self.num_evicted = 0  # pages evicted since the start
-        self._num_pages = num_pages
+        self.num_evicted = 0  # pages evicted to make room, and not for new weights
+        self.num_pages = num_pages
         self._clock = 0
         self._clear()
 
     def _clear(self) -> None:
         self._roots: dict[int | None, Node] = {}
-        self._free = list(range(self._num_pages))[::-1]
-        self._nodes: list[Node | None] = [None] * self._num_pages
-        self._last_used = np.zeros(self._num_pages, np.int64)
-        self._evictable = np.zeros(self._num_pages, bool)
+        self._free = list(range(self.num_pages))[::-1]
+        self._nodes: list[Node | None] = [None] * self.num_pages
+        self._last_used = np.zeros(self.num_pages, np.int64)
+        self._evictable = np.zeros(self.num_pages, bool)
 
     @property
     def num_used(self) -> int:
         """Number of pages in use."""
-        return self._num_pages - len(self._free)
+        return self.num_pages - len(self._free)
 
     def reset(self, version: int) -> None:
         """Drop all pages for a new weights version. Earlier pins may still be released."""

@@ -11,6 +11,7 @@ compiled programs are in programs.py.
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +39,6 @@ from lightning_jax.models.mesh import platform_of
 from lightning_jax.models.reshard import ServingCopy, prepare_copy, reshard, take_copy
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.sharding import cache_sharding, param_shardings
-from lightning_jax.models.transformer import init_cache
 from lightning_jax.settings import ConfigError
 
 Params = Any
@@ -119,14 +119,17 @@ class SlotPrograms:
     def _compile_later(self) -> None:
         jit, plain, cache = self._jit, self._plain, self._cache
         state = DecodeState(cache, plain, plain, plain)
-        length = row_length(self.max_len, self._platform)
-        sizes = {"length": length, "dtype": self._dtype, "platform": self._platform}
-        init = partial(programs.init_state, config=self.config, slots=self.num_slots, **sizes)
+        init = partial(
+            programs.init_state,
+            config=self.config,
+            slots=self.num_slots,
+            length=row_length(self.max_len, self._platform),
+            dtype=self._dtype,
+            platform=self._platform,
+        )
         prefill = partial(programs.prefill, config=self.config)
         generate = partial(programs.generate, config=self.config)
         self._init = jit(init, out_shardings=state)
-        row = partial(init_cache, shape=self.config.shape, slots=1, **sizes)
-        self._init_row = jit(row, out_shardings=cache)
         self.compiler = Compiler()
         self._prefill = Executables(
             "prefill",
@@ -134,9 +137,8 @@ class SlotPrograms:
                 *shapes
             ),
             self.compiler,
-            Costs(lambda size: size[1] * size[2], fixed_share=0.3),
+            Costs(fixed_share=0.3),
         )
-        self._insert = jit(programs.insert_row, donate_argnums=0, out_shardings=state)
         self._activate = jit(programs.activate, donate_argnums=0, out_shardings=state)
         self._retire = jit(programs.retire, donate_argnums=0, out_shardings=state)
         many_steps = partial(
@@ -150,7 +152,7 @@ class SlotPrograms:
                 sized = partial(program, segments=size[0], rows=size[1])
                 return jit(sized, donate_argnums=1, out_shardings=(state, plain)).lower(*shapes)
 
-            costs = Costs(lambda size: size[0] * size[1], fixed_share=0.7)  # to read the weights
+            costs = Costs(fixed_share=0.7)  # to read the weights
             return Executables(name, lower, self.compiler, costs)
 
         self._generate = decode("generate", generate)
@@ -199,10 +201,6 @@ class SlotPrograms:
         """Return a state with all slots empty and inactive."""
         return self._init()
 
-    def init_row(self) -> KVCache:
-        """Return an empty one-row cache, for a prompt that is prefilled before it has a slot."""
-        return self._init_row()
-
     def prefill(self, params: Params, cache: KVCache, fills: Sequence[Fill]) -> KVCache:
         """Return the cache with the tokens of all `fills` in their rows. Donates `cache`.
 
@@ -230,8 +228,7 @@ class SlotPrograms:
             inputs.lengths[:] = ends - firsts
             if inputs.adapters is not None:
                 inputs.adapters[:] = [fill.adapter for fill in chosen]
-            size = (cache.num_rows, batch.bucket, len(chosen))
-            cache = self._prefill.run_exactly(size, params, cache, *inputs)
+            cache = self._prefill.run_exactly(_prefill_size(batch), params, cache, *inputs)
         return cache
 
     def _plan_prefill(
@@ -243,32 +240,29 @@ class SlotPrograms:
         is.
         """
         best = list(plan_prefill(lengths, self.buckets, self._chunks_at_once))
-        missing = {_prefill_size(cache, batch) for batch in best} - self._prefill.ready
+        missing = {_prefill_size(batch) for batch in best} - self._prefill.ready
         if not missing:
             return best
-        smallest = (cache.num_rows, self.buckets[0], 1)
+        smallest = (self.buckets[0], 1)
         if smallest not in self._prefill.ready:
-            inputs = self._prompts(*smallest[1:])
-            self._prefill.compile(smallest, params, cache, *inputs)
-        sizes = self._prefill.ready
-        ready = {(bucket, count) for rows, bucket, count in sizes if rows == cache.num_rows}
+            self._prefill.compile(smallest, params, cache, *self._prompts(*smallest))
+        ready = self._prefill.ready
         counts = {
             bucket: tuple(count for count in counts if (bucket, count) in ready)
             for bucket, counts in self._chunks_at_once.items()
             if (bucket, 1) in ready
         }
         plan = list(plan_prefill(lengths, tuple(counts), counts))
-        lost_s = self._prefill_s(cache, plan) - self._prefill_s(cache, best)
-        work = sum(map(self._prefill.costs.work, missing))
+        lost_s = self._prefill_s(plan) - self._prefill_s(best)
+        work = sum(map(math.prod, missing))
         for size in missing:
-            inputs = self._prompts(*size[1:])
-            share = self._prefill.costs.work(size) / work
-            self._prefill.lose(size, share * lost_s, params, cache, *inputs)
+            share = math.prod(size) / work
+            self._prefill.lose(size, share * lost_s, params, cache, *self._prompts(*size))
         return plan
 
-    def _prefill_s(self, cache: KVCache, plan: Sequence[ChunkBatch]) -> float:
+    def _prefill_s(self, plan: Sequence[ChunkBatch]) -> float:
         """Return the seconds that a plan takes, 0.0 while none are known."""
-        seconds = (self._prefill.costs.seconds(_prefill_size(cache, batch)) for batch in plan)
+        seconds = (self._prefill.costs.seconds(_prefill_size(batch)) for batch in plan)
         return sum(s or 0.0 for s in seconds)
 
     def _prompts(self, bucket: int, count: int) -> PromptBatch:
@@ -276,13 +270,6 @@ class SlotPrograms:
         adapters = None if self.config.execution.num_adapters is None else zeros.copy()
         tokens = np.zeros((count, bucket), np.int32)
         return PromptBatch(zeros.copy(), tokens, zeros.copy(), zeros.copy(), adapters)
-
-    def insert(self, row: KVCache, state: DecodeState, slot: int, start: Start) -> DecodeState:
-        """Return the state with a one-row cache in the slot, and the slot active.
-
-        Donates `state`.
-        """
-        return self._insert(state, row, np.int32(slot), start)
 
     def activate(self, state: DecodeState, slot: int, start: Start) -> DecodeState:
         """Return the state with the slot active. Donates `state`.
@@ -346,7 +333,7 @@ class SlotPrograms:
     @property
     def compiles(self) -> int:
         """Number of programs compiled so far."""
-        functions: Any = (self._init, self._init_row, self._insert, self._activate, self._retire)
+        functions: Any = (self._init, self._activate, self._retire)
         compiled = sum(len(executables.ready) for executables in self._sized)
         return self.pages.compiles + compiled + sum(f._cache_size() for f in functions)
 
@@ -368,9 +355,8 @@ class SlotPrograms:
 
         `num_requests` of them arrive together.
         """
-        count = (self.buckets[0], 1)
-        size = (state.cache.num_rows, *count)
-        self._prefill.request(size, params, state.cache, *self._prompts(*count))
+        size = (self.buckets[0], 1)
+        self._prefill.request(size, params, state.cache, *self._prompts(*size))
         slot_mask = np.zeros(self.num_slots, bool)
         rows = next(n for n in self.slot_counts if n >= min(num_requests, self.num_slots))
         for size in ((1, rows), (len(self.capacities), self.num_slots)):
@@ -381,11 +367,10 @@ class SlotPrograms:
 
         No slot is active afterwards. Donates `state`.
         """
-        rows = state.cache.num_rows
         for bucket, counts in self._chunks_at_once.items():
             for count in counts:
                 inputs = self._prompts(bucket, count)
-                self._prefill.compile((rows, bucket, count), params, state.cache, *inputs)
+                self._prefill.compile((bucket, count), params, state.cache, *inputs)
         arguments = (params, state, np.zeros(self.num_slots, bool))
         most = len(self.capacities)
         for size in itertools.product(range(1, most + 1), self.slot_counts):
@@ -436,5 +421,5 @@ def _shardings(mesh: jax.sharding.Mesh | None, shape: DecoderShape) -> tuple[Any
     return replicated, cache_sharding(shape, mesh)
 
 
-def _prefill_size(cache: KVCache, batch: ChunkBatch) -> Size:
-    return cache.num_rows, batch.bucket, len(batch.chunks)
+def _prefill_size(batch: ChunkBatch) -> Size:
+    return batch.bucket, len(batch.chunks)

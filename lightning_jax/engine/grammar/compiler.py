@@ -16,6 +16,11 @@ until the allocation fails:
 The first recurses forever: it negates the smallest int64 to write the number as a regular
 expression. The second builds the automaton of an intersection, with a state for each set of
 patterns.
+
+A trial in a throwaway process and llguidance's own limits would not do. The limits refuse 18 such
+patterns in 0.3 s, but 40 still take over 15 s of CPU time. They bound neither the memory of a state
+nor the stack, and nobody catches what ends a process. A trial sees the first mask, but states are
+built as responses reach them. So a later mask could still crash the trainer with all its rollouts.
 """
 
 import asyncio
@@ -29,21 +34,16 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-from jaxtyping import UInt8
-
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.grammar.child import FAILED, FORCED, LENGTH
+from lightning_jax.engine.grammar.child import WALL_FACTOR
 from lightning_jax.engine.grammar.process import (
     GrammarError,
-    GrammarLimits,
     GrammarProcess,
-    GrammarProcessLost,
     GrammarServer,
-    Replies,
-    patience_s,
+    Matcher,
 )
 from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.system.child_process import END_S
 
 # The style of Python's json.dumps and of the chat templates. With a single spelling, punctuation
 # is forced and a model cannot emit white space forever.
@@ -75,12 +75,12 @@ class GrammarCompiler:
         tokenizer: Tokenizer,
         vocab_size: int | None = None,
         *,
-        limits: GrammarLimits | None = None,
+        serve: ServeConfig | None = None,
         max_cached: int = 32,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size or tokenizer.vocab_size
-        self._limits = limits or GrammarLimits()
+        self._serve = serve or ServeConfig()
         self._max_cached = max_cached
         self._server: GrammarServer | None = None
         self._processes: OrderedDict[bytes, GrammarProcess] = OrderedDict()
@@ -95,14 +95,12 @@ class GrammarCompiler:
     @classmethod
     def shared(cls, tokenizer: Tokenizer, vocab_size: int, serve: ServeConfig) -> "GrammarCompiler":
         """Return the compiler for this tokenizer. Engines with it and the trainer share it."""
-        limits = GrammarLimits(
-            serve.grammar_timeout_s, serve.grammar_memory_mib, serve.max_grammar_kib
-        )
-        key = (id(tokenizer), vocab_size, limits)
+        limits = (serve.grammar_timeout_s, serve.grammar_memory_mib, serve.max_grammar_kib)
+        key = (id(tokenizer), vocab_size, *limits)
         with _SHARED_LOCK:
             compiler = _SHARED.get(key)
             if compiler is None:
-                compiler = _SHARED[key] = cls(tokenizer, vocab_size, limits=limits)
+                compiler = _SHARED[key] = cls(tokenizer, vocab_size, serve=serve)
             return compiler
 
     async def prepare(self, grammar: str, owner: str = "") -> None:
@@ -145,7 +143,9 @@ class GrammarCompiler:
             self._processes[digest] = process
             while len(self._processes) > self._max_cached:
                 self._processes.popitem(last=False)  # ends with its last response
-        return Matcher(Replies(process, patience_s(self._limits)), self._vocab_size)
+        # On a busy machine a reply takes longer than the process may compute for it.
+        patience_s = WALL_FACTOR * self._serve.grammar_timeout_s + END_S
+        return Matcher(process, self._vocab_size, patience_s)
 
     def _is_known(self, grammar: str) -> bool:
         with self._lock:
@@ -153,7 +153,7 @@ class GrammarCompiler:
 
     def _try(self, grammar: str) -> GrammarError | None:
         # max_grammar_kib was checked for the schemas alone. The text around them is small.
-        most, length = 2 * self._limits.max_kib * 1024, len(grammar)
+        most, length = 2 * self._serve.max_grammar_kib * 1024, len(grammar)
         if length > most:
             return GrammarError(
                 f"the grammar has {length} characters; the limit is {most} (twice "
@@ -182,113 +182,17 @@ class GrammarCompiler:
                     "eos_token in tokenizer_config.json",
                     "no_end_of_turn",
                 )
-            self._server = GrammarServer(self._tokenizer, end_of_turn_id, self._limits)
+            self._server = GrammarServer(self._tokenizer, end_of_turn_id, self._serve)
         return self._server
 
 
-_SHARED: weakref.WeakValueDictionary[tuple[int, int, GrammarLimits], GrammarCompiler]
+_SHARED: weakref.WeakValueDictionary[tuple[float, ...], GrammarCompiler]
 _SHARED = weakref.WeakValueDictionary()
 _SHARED_LOCK = threading.Lock()
 
 
 def _digest(grammar: str) -> bytes:
     return hashlib.blake2b(grammar.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-class Matcher:
-    """Position of one response in its grammar. Not thread-safe."""
-
-    def __init__(self, replies: Replies, vocab_size: int) -> None:
-        self._replies, self._vocab_size = replies, vocab_size
-        self._packed: UInt8[np.ndarray, " V8"] | None = None  # of the next token, once known
-        self._forced: int | None = None
-        self._error: GrammarError | GrammarProcessLost | None = None
-
-    def packed(self) -> UInt8[np.ndarray, " V8"]:
-        """Return the packed mask of the next token: 8 tokens a byte, lowest bit first.
-
-        If the grammar fixes the next text, only the token that the tokenizer would use is allowed.
-        Blocks until the mask arrives. Raises GrammarError if the grammar allows no token or is too
-        complex, and GrammarProcessLost if its process was lost.
-        """
-        self._receive(None)
-        assert self._packed is not None, "without a timeout there is always a reply"
-        return self._packed
-
-    def poll(self) -> None:
-        """Take the mask of the next token if it has arrived. Raises the errors of `packed`."""
-        self._receive(0.0)
-
-    @property
-    def has_mask(self) -> bool:
-        """True if the mask of the next token has arrived."""
-        return self._packed is not None
-
-    def fileno(self) -> int:
-        """Return the file descriptor that becomes readable when the next mask arrives."""
-        return self._replies.fileno()
-
-    @property
-    def forced(self) -> int | None:
-        """Only token that is allowed, or None if there is a choice.
-
-        Raises the errors of `packed`.
-        """
-        self.packed()
-        return self._forced
-
-    def push(self, token_id: int) -> None:
-        """Advance by a sampled token.
-
-        The next mask raises GrammarError if the token is not allowed.
-        """
-        self.packed()
-        self._replies.send(token_id)
-        self._packed = self._forced = None
-
-    def close(self) -> None:
-        """Release this response's matcher in the grammar process."""
-        self._replies.close()
-
-    def _receive(self, timeout_s: float | None) -> bool:
-        """Take the reply if it arrives in time. An error is raised again on every later call."""
-        if self._error is not None:
-            raise copy.copy(self._error)
-        if self._packed is None:
-            try:
-                reply = self._replies.receive(timeout_s)
-                if reply is not None:
-                    self._take(reply)
-            except (GrammarError, GrammarProcessLost) as error:
-                self._error = copy.copy(error)  # without a traceback that refers to this matcher
-                raise
-        return self._packed is not None
-
-    def _take(self, reply: bytes) -> None:
-        kind, body = reply[:1], reply[1:]
-        if kind == FAILED:
-            reason, _, message = body.decode("utf-8", "replace").partition("\n")
-            raise GrammarError(message, reason)
-        packed = np.zeros((self._vocab_size + 7) // 8, np.uint8)
-        if kind == FORCED:
-            (token_id,) = LENGTH.unpack(body)
-            if token_id < self._vocab_size:
-                packed[token_id // 8] = 1 << token_id % 8
-        else:
-            mask = np.frombuffer(body, np.uint8)[: len(packed)]
-            packed[: len(mask)] = mask
-            packed[-1] &= 0xFF >> -self._vocab_size % 8
-        token_ids = np.flatnonzero(packed)
-        if not len(token_ids):
-            raise GrammarError(
-                "the grammar has reached a dead end: no token is allowed next. Simplify it so that "
-                "every prefix can be completed.",
-                "dead_end",
-            )
-        byte = int(packed[token_ids[0]])
-        only = len(token_ids) == 1 and byte & (byte - 1) == 0
-        self._forced = 8 * int(token_ids[0]) + byte.bit_length() - 1 if only else None
-        self._packed = packed
 
 
 def literal(text: str, tokenizer: Tokenizer | None = None) -> str:

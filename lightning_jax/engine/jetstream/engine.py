@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -21,12 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from lightning_jax.engine.device.programs import DecodeState, Start, start_of
+from lightning_jax.engine.device.programs import DecodeState, start_of
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.generation import EngineError
 from lightning_jax.engine.sampling import Sampled
 from lightning_jax.engine.types import SamplingParams
-from lightning_jax.models.attention.kv_cache import KVCache
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.packages import is_installed
 
@@ -75,15 +74,8 @@ with _importing_jetstream():
     from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
 
-def _delete_arrays(tree: Any) -> None:
-    for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array):
-            leaf.delete()
-
-
-orchestrator.delete_pytree = (
-    _delete_arrays  # the original calls jax.tree_map, which no longer exists
-)
+# A prompt has no arrays, and the original calls jax.tree_map, which no longer exists.
+orchestrator.delete_pytree = lambda tree: None
 
 
 @dataclass(frozen=True)
@@ -111,15 +103,6 @@ class RecordedToken(int):
     def item(self) -> "RecordedToken":
         """Return itself. The Driver calls this on array elements."""
         return self
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PrefilledPrompt:
-    """Result of `prefill`, and the input of `insert`."""
-
-    row: KVCache  # of one row
-    start: Start
 
 
 @struct.dataclass
@@ -208,35 +191,25 @@ def _spares_the_process(method: Any) -> Any:
 
 
 class JetStreamEngine(engine_api.Engine):
-    """Our programs behind JetStream's interface. A prompt of plain ids is decoded greedily."""
+    """Our programs behind JetStream's interface.
+
+    A prompt is computed by `insert`, when its slot is known, and straight in the slot's row.
+    """
 
     def __init__(self, programs: SlotPrograms, params: Any) -> None:
         self._programs, self._params = programs, params
         self.on_failure = lambda error: None
 
-    @_spares_the_process
-    def prefill(
-        self,
-        *,
-        params: Any,
-        existing_prefix: Any = None,
-        padded_tokens: Any,
-        true_length: int,
-    ) -> PrefilledPrompt:
-        if existing_prefix is not None:
-            raise ValueError("existing_prefix is not supported; the Driver never passes one")
-        prompt = padded_tokens
-        if not isinstance(prompt, Prompt):
-            ids = tuple(np.asarray(padded_tokens)[:true_length].tolist())
-            prompt = Prompt(ids, SamplingParams(temperature=0.0), 0)
-        *context, last = prompt.ids
-        row = self._programs.prefill(params, self._programs.init_row(), [Fill(0, 0, context)])
-        start = start_of(last, len(context), prompt.sampling, prompt.seed)
-        return PrefilledPrompt(row, start)
+    def prefill(self, *, padded_tokens: Any, **kwargs: Any) -> Prompt:
+        return padded_tokens
 
     @_spares_the_process
-    def insert(self, prefix: PrefilledPrompt, decode_state: DecodeState, slot: int) -> DecodeState:
-        return self._programs.insert(prefix.row, decode_state, slot, prefix.start)
+    def insert(self, prefix: Prompt, decode_state: DecodeState, slot: int) -> DecodeState:
+        *context, last = prefix.ids
+        fill = Fill(slot, 0, context)
+        cache = self._programs.prefill(self._params, decode_state.cache, [fill])
+        start = start_of(last, len(context), prefix.sampling, prefix.seed)
+        return self._programs.activate(replace(decode_state, cache=cache), slot, start)
 
     @_spares_the_process
     def generate(

@@ -18,7 +18,7 @@ from lightning_jax.engine.jetstream.engine import (
     RecordedToken,
     orchestrator,
 )
-from lightning_jax.engine.logits import needs_adjusting
+from lightning_jax.engine.logits import moves_logits
 from lightning_jax.engine.response import Response, SampledToken, TimeLimit
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
@@ -127,7 +127,7 @@ class JetStreamLoop(SlotLoop[_Channel]):
                 reason="unsupported",
                 key="adapter",
             )
-        if needs_adjusting(sampling) or sampling.score_prompt:
+        if moves_logits(sampling) or sampling.top_logprobs or sampling.score_prompt:
             raise InvalidValue(
                 "JetStream's Driver does not support logit_bias, penalties, grammars, prompt "
                 "log-probs or top log-probs; set serve.orchestrator=native",

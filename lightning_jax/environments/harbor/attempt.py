@@ -9,10 +9,10 @@ import shlex
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_jax.environments.docker import open_container
 from lightning_jax.environments.harbor.folders import place_files, read_settings, read_setup
@@ -28,7 +28,7 @@ from lightning_jax.environments.sandbox import (
     run_boxed,
 )
 from lightning_jax.errors import UserError
-from lightning_jax.rollouts.agents.process import Ended
+from lightning_jax.rollouts.agents.process import ProgramEnd
 from lightning_jax.rollouts.agents.program import OverLimit, check_status, inherited, last_words
 from lightning_jax.rollouts.agents.visibility import program_environment, task_variable
 from lightning_jax.settings.loading import find_program
@@ -71,60 +71,55 @@ async def run(
     settings = read_settings(folder)
     agent_limits = _limits(min(agent_timeout_s, _seconds(settings, "agent", math.inf)), limits)
     test_limits = _limits(min(test_timeout_s, _seconds(settings, "verifier", 600.0)), limits)
-    start = _Start(task, llm, command, tuple(env or ()))
+    task_of_agent = {"id": task["id"], "instruction": task["instruction"]}
     if sandbox == "docker":
-        return await _run_in_docker(folder, settings, start, agent_limits, test_limits)
+        names = {entry.partition("=")[0] for entry in env or ()}
+        outer = {name: value for name, value in inherited(env or ()).items() if name in names}
+        program = _program(_words(command), task_of_agent, llm, outer)
+        return await _run_in_docker(folder, settings, program, agent_limits, test_limits)
     kind, setup = choose_kind(sandbox), read_setup(folder, settings)
     words, outer = _command(command), inherited(env or ())
     visible = [_directory_of(word) for word in words if os.path.isfile(word)]
     visible += [path for path in outer.get("PYTHONPATH", "").split(os.pathsep) if path]
     with open_box(kind, setup.workdir, visible, [task["root"]], setup.variables) as box:
         place_files(folder, setup, box)
-        known = start.known(_located(task["instruction"], box))
-        variables = with_direct_host({**outer, **_variables(known, llm)}, llm.base_url)
-        ended = await run_boxed(
-            box, _filled(words, known), variables, json.dumps(known).encode(), agent_limits
-        )
-        _check_agent(ended)
-        found = await run_tests(folder, box, settings, test_limits)
-    return found | {"agent_in_time": float(ended.exceeded is None)}
+        task_of_agent["instruction"] = _located(task["instruction"], box)
+        program = _program(words, task_of_agent, llm, outer)
+        end = await run_boxed(box, *program, agent_limits)
+        _check_agent(end)
+        rewards = await run_tests(folder, box, settings, test_limits)
+    return rewards | {"agent_in_time": float(end.exceeded is None)}
 
 
-def _variables(known: Task, llm: LLM) -> dict[str, str]:
-    """Return the agent's variables. Rewards and spans that it posts do not count: tests judge."""
-    return program_environment(llm.calls_only()) | task_variable(known)
+class _Program(NamedTuple):
+    """Agent's command line with its variables and its standard input."""
+
+    words: list[str]
+    variables: dict[str, str]
+    stdin: bytes
 
 
-@dataclass(frozen=True)
-class _Start:
-    """Agent and task of an attempt."""
-
-    task: Task
-    llm: LLM
-    command: str | list[str]
-    env: tuple[str, ...]
-
-    def known(self, instruction: str) -> Task:
-        """Return what the agent gets of its task."""
-        return {"id": self.task["id"], "instruction": instruction}
+def _program(words: list[str], task: Task, llm: LLM, outer: Mapping[str, str]) -> _Program:
+    """Return an agent for a task. Rewards and spans that it posts do not count: tests judge."""
+    variables = {**outer, **program_environment(llm.calls_only()), **task_variable(task)}
+    return _Program(
+        [word.replace("{instruction}", task["instruction"]) for word in words],
+        with_direct_host(variables, llm.base_url),
+        json.dumps(task).encode(),
+    )
 
 
 async def _run_in_docker(
     folder: Path,
     settings: Mapping[str, Any],
-    start: _Start,
+    program: _Program,
     agent_limits: BoxLimits,
     test_limits: BoxLimits,
 ) -> dict[str, Any]:
     """Run the agent and the tests in a container of the task's image."""
-    known = start.known(start.task["instruction"])
-    variables = _variables(known, start.llm) | _chosen(start.env)
-    variables = with_direct_host(variables, start.llm.base_url)
-    words = _filled(_words(start.command), known)
-    stdin = json.dumps(known).encode()
     async with open_container(folder, settings, agent_limits) as container:
-        ended = await container.run(words, variables, agent_limits.timeout_s, stdin)
-        _check_agent(ended)
+        end = await container.run(*program, agent_limits.timeout_s)
+        _check_agent(end)
         await container.end_processes()
         await container.put(folder / "tests", TESTS)
         place = Path(tempfile.mkdtemp())
@@ -136,12 +131,12 @@ async def _run_in_docker(
             await container.put(place / "logs", LOGS)
             script = ["bash", f"{TESTS}/test.sh"]
             variables = {**_test_variables(settings), "HOME": TEST_HOME}
-            tested = await container.run(script, variables, test_limits.timeout_s)
+            tested = await container.run(script, variables, b"", test_limits.timeout_s)
             await container.get(f"{LOGS}/verifier", place / "logs/verifier")
-            found = _reward_of(tested, test_limits, place / "logs/verifier")
+            rewards = _reward_of(tested, test_limits, place / "logs/verifier")
         finally:
             remove_tree(place)
-    return found | {"agent_in_time": float(ended.exceeded is None)}
+    return rewards | {"agent_in_time": float(end.exceeded is None)}
 
 
 async def run_tests(
@@ -159,26 +154,26 @@ async def run_tests(
         _rewrite_paths(box)
     variables = inherited(()) | _test_variables(settings)
     script = f"{box.path_of(TESTS)}/test.sh"
-    ended = await run_boxed(box, ["bash", script], variables, b"", limits, with_tests=True)
-    return _reward_of(ended, limits, box.logs / "verifier")
+    end = await run_boxed(box, ["bash", script], variables, b"", limits, with_tests=True)
+    return _reward_of(end, limits, box.logs / "verifier")
 
 
-def _reward_of(ended: Ended, limits: BoxLimits, folder: Path) -> dict[str, Any]:
+def _reward_of(end: ProgramEnd, limits: BoxLimits, folder: Path) -> dict[str, Any]:
     """Return what the test script wrote. Raises TestFailure if that is no reward."""
-    if ended.exceeded is not None:
-        raise TestFailure(f"the test script used more than {_limit(ended, limits)}")
-    found = read_reward(folder)
-    if found is None:
+    if end.exceeded is not None:
+        limit = f"{end.exceeded}={getattr(limits, end.exceeded, '')}"
+        raise TestFailure(f"the test script used more than {limit}")
+    rewards = read_reward(folder)
+    if rewards is None:
         raise TestFailure(
-            f"the test script wrote no reward and ended with {ended.status}: "
-            f"{last_words(ended.errors)}"
+            f"the test script wrote no reward and ended with {end.status}: {last_words(end.errors)}"
         )
-    return found
+    return rewards
 
 
 def _test_variables(settings: Mapping[str, Any]) -> dict[str, str]:
-    given = settings.get("verifier", {}).get("env", {})
-    return {name: str(value) for name, value in given.items()}
+    variables = settings.get("verifier", {}).get("env", {})
+    return {name: str(value) for name, value in variables.items()}
 
 
 def read_reward(folder: Path) -> dict[str, Any] | None:
@@ -188,19 +183,19 @@ def read_reward(folder: Path) -> dict[str, Any] | None:
     """
     if os.path.lexists(folder / "reward.json"):
         try:
-            found = json.loads(_read_plain(folder / "reward.json") or "")
+            rewards = json.loads(_read_plain(folder / "reward.json") or "")
         except (ValueError, RecursionError):
             return None
-        if not isinstance(found, dict) or not found:
+        if not isinstance(rewards, dict) or not rewards:
             return None
-        counted = [found["reward"]] if "reward" in found else list(found.values())
+        counted = [rewards["reward"]] if "reward" in rewards else list(rewards.values())
         if not all(type(value) in (int, float, bool) for value in counted):
             return None
         try:
             reward = math.fsum(map(float, counted)) / len(counted)
         except OverflowError:
             return None
-        return {**found, "reward": reward} if math.isfinite(reward) else None
+        return {**rewards, "reward": reward} if math.isfinite(reward) else None
     text = _read_plain(folder / "reward.txt")
     try:
         value = float(text or "")
@@ -227,45 +222,31 @@ def _words(command: str | list[str]) -> list[str]:
     return words
 
 
-def _filled(words: list[str], known: Task) -> list[str]:
-    return [word.replace("{instruction}", known["instruction"]) for word in words]
-
-
-def _chosen(env: Sequence[str]) -> dict[str, str]:
-    """Return only the variables that `env` names."""
-    names = {entry.partition("=")[0] for entry in env}
-    return {name: value for name, value in inherited(env).items() if name in names}
-
-
 def _directory_of(program: str) -> str:
     """Return the directory of a file, or the environment whose bin has it."""
     parent = Path(program).parent
     return str(parent.parent if parent.name == "bin" else parent)
 
 
-def _limits(timeout_s: float, given: Mapping[str, int] | None) -> BoxLimits:
+def _limits(timeout_s: float, limits: Mapping[str, int] | None) -> BoxLimits:
     names = {"max_processes", "memory_mib", "disk_mib"}
-    if unknown := {*(given or {})} - names:
+    if unknown := {*(limits or {})} - names:
         raise UserError(
             f"agent.options.limits has {', '.join(sorted(unknown))}; expected "
             f"{', '.join(sorted(names))}.",
             reason="unknown",
             key="agent.options.limits",
         )
-    return replace(BoxLimits(timeout_s), **(given or {}))
+    return replace(BoxLimits(timeout_s), **(limits or {}))
 
 
-def _check_agent(ended: Ended) -> None:
+def _check_agent(end: ProgramEnd) -> None:
     """Raise an error if the agent failed by something other than its time."""
-    if ended.exceeded == "timeout_s":
+    if end.exceeded == "timeout_s":
         return
-    if ended.exceeded is not None:
-        raise OverLimit(f"the agent used more than agent.options.limits.{ended.exceeded}")
-    check_status(ended)
-
-
-def _limit(ended: Ended, limits: BoxLimits) -> str:
-    return f"{ended.exceeded}={getattr(limits, ended.exceeded or '', '')}"
+    if end.exceeded is not None:
+        raise OverLimit(f"the agent used more than agent.options.limits.{end.exceeded}")
+    check_status(end)
 
 
 def _seconds(settings: Mapping[str, Any], section: str, default: float) -> float:
@@ -281,7 +262,7 @@ def _located(text: str, box: Box) -> str:
         box.workdir: box.path_of(WORK)
     }
     pattern = "|".join(map(re.escape, names))
-    return re.sub(rf"(?<![\w./-])({pattern})(?![\w-])", lambda found: names[found[1]], text)
+    return re.sub(rf"(?<![\w./-])({pattern})(?![\w-])", lambda match: names[match[1]], text)
 
 
 def _rewrite_paths(box: Box) -> None:

@@ -144,14 +144,14 @@ def place_files(folder: Path, setup: Setup, box: Box) -> None:
 
 
 def _task_folders(top: Path) -> list[Path]:
-    found = sorted(path.parent for path in top.glob("*/task.toml"))
-    if not found:
+    folders = sorted(path.parent for path in top.glob("*/task.toml"))
+    if not folders:
         raise UserError(
             f"{top} has no folder with a task.toml; expected one for each task.",
             reason="empty",
             key=str(top),
         )
-    return found
+    return folders
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -90,14 +90,14 @@ class Offload:
             return await loop.run_in_executor(self._threads, work)
 
         def begin() -> T:
-            loop.call_soon_threadsafe(waits.begin_work, work)
+            loop.call_soon_threadsafe(waits.begin, work)
             return work()
 
-        waits.add_work(work)
+        waits.add(work)
         try:
             return await loop.run_in_executor(self._threads, begin)
         finally:
-            waits.remove_work(work)
+            waits.remove(work)
 
     def close(self) -> None:
         """Accept no more work. Do not wait for running work."""

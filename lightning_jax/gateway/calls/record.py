@@ -1,8 +1,9 @@
-"""Record of a call: its spans, or the error that ended it."""
+"""Record of a call: its spans, from their begin to their end, or the error that ended it."""
 
 import asyncio
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,19 @@ from lightning_jax.engine.grammar.process import GrammarProcessLost
 from lightning_jax.engine.logits import moves_logits, only_masks
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.gateway.calls.routing import Route
+from lightning_jax.gateway.dialects.base import ReplyContext
 from lightning_jax.gateway.errors import ApiError
+from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.prompt.grammar import guarantees_call
+from lightning_jax.gateway.prompt.render import Rendered
 from lightning_jax.gateway.request import PolicyRequest
+from lightning_jax.gateway.sessions.open_rollouts import OpenRollout
+from lightning_jax.gateway.sessions.owners import Owners
 from lightning_jax.gateway.sessions.waits import waiting_for_store
+from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.traces import attributes
 from lightning_jax.traces._sqlite import StoreError
-from lightning_jax.traces.context import OpenSpan, SpanSink
+from lightning_jax.traces.context import OpenSpan, SpanSink, parent_in
 from lightning_jax.types import Span
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -36,20 +43,57 @@ class SampledChoice:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True)
-class Call:
+@dataclass(frozen=True, kw_only=True)
+class RoutedCall:
+    """Call whose route is decided."""
+
+    rollout: OpenRollout | None  # None: it is outside of rollouts
+    route: Route
+
+    @property
+    def rollout_id(self) -> str | None:
+        return self.rollout.settings.rollout_id if self.rollout else None
+
+    @property
+    def timeout_s(self) -> float | None:
+        return self.rollout.settings.call_timeout_s if self.rollout else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncomingCall(RoutedCall):
+    """Request to the policy that has been read, but not rendered."""
+
+    request: PolicyRequest
+    headers: Mapping[str, str]
+    num_bytes: int  # length of its body
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(RoutedCall):
     """Request to the policy for one or more responses."""
 
-    call_id: str
+    token: str  # random
     request: PolicyRequest
+    rendered: tuple[Rendered, ...]
     choices: tuple[SampledChoice, ...]
     served_model: str
-    rollout_id: str | None
-    timeout_s: float | None
-    prefix_breaks: int
     span: OpenSpan
-    route: Route
     refusal: PromptTooLong | None = None  # if set, the call is recorded but not run
+
+    @property
+    def prefix_breaks(self) -> int:
+        return sum(prompt.breaks for prompt in self.rendered)
+
+    @property
+    def call_id(self) -> str:
+        return self.request.id_prefix + self.token
+
+    def reply_context(self, tokenizer: Tokenizer) -> ReplyContext:
+        """Return what a reply to the call has to know, apart from its request."""
+        prompts = tuple(choice.prompt_ids for choice in self.choices)
+        return ReplyContext(
+            self.token, int(time.time()), prompts, tokenizer, self.request.num_choices
+        )
 
     def ended(self, completions: Sequence[Completion], num_malformed: int) -> tuple[Span, ...]:
         """Return the call's spans: its own, and one for each of several choices."""
@@ -131,17 +175,38 @@ class Call:
         }
 
 
-async def write_spans(store: SpanSink | None, rollout_id: str | None, *spans: Span) -> None:
-    """Return once the spans are stored. Raise ApiError if they cannot be written."""
-    if store is None:
-        return
-    try:
-        with waiting_for_store():
-            await store.record(rollout_id, *spans)
-    except StoreError as error:
-        raise _server_error(
-            500, "store_error", f"the call could not be recorded: {error}"
-        ) from error
+@dataclass(frozen=True)
+class Recorder:
+    """Writer of the spans of calls into the store, if there is one."""
+
+    store: SpanSink | None
+    owners: Owners
+    meters: Meters
+
+    def begin(self, headers: Mapping[str, str], rollout: OpenRollout | None) -> OpenSpan:
+        """Begin the span of a call.
+
+        Its parent is the span that the traceparent names, else the rollout's root, else none. A
+        traceparent of another rollout is ignored and counted.
+        """
+        parent = parent_in(headers) if "traceparent" in headers else None
+        if rollout and (parent is None or not self.owners.claim(rollout.owner, parent[0])):
+            self.meters.count("ignored_traceparents", int(parent is not None))
+            parent = rollout.root.trace_id, rollout.root.span_id
+        sequence = self.store.next_sequence() if self.store else None
+        return OpenSpan(*parent, sequence) if parent else OpenSpan(sequence=sequence)
+
+    async def write(self, rollout_id: str | None, *spans: Span) -> None:
+        """Return once the spans are stored. Raise ApiError if they cannot be written."""
+        if self.store is None:
+            return
+        try:
+            with waiting_for_store():
+                await self.store.record(rollout_id, *spans)
+        except StoreError as error:
+            raise _server_error(
+                500, "store_error", f"the call could not be recorded: {error}"
+            ) from error
 
 
 def error_of(error: BaseException, call: Call) -> ApiError | None:

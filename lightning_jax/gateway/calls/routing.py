@@ -1,12 +1,9 @@
 """Route of a call: its role, who answers it, and whether it trains."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import Body
-from lightning_jax.gateway.request import named_agent
 from lightning_jax.models.policies import ALL, SINGLE, Policy, PolicyTable
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RoleConfig
@@ -68,35 +65,3 @@ class Routing:
             "matches the call and names a policy.",
             param="model",
         )
-
-
-def read_traits(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the `agent`, `model` and `system` prompt of a call in any dialect."""
-    model = body.get("model") or path.get("model") or ""
-    metadata = body.get("metadata")
-    agent = named_agent(str(model), headers, metadata if isinstance(metadata, Mapping) else None)
-    return {"agent": agent, "model": str(model), "system": _system(body)}
-
-
-def _system(body: Body) -> str:
-    """Return the text of the system prompt, wherever the dialect puts it."""
-    parts = [body.get("system"), body.get("instructions"), body.get("systemInstruction")]
-    for name in ("messages", "input"):
-        messages = body.get(name)
-        if isinstance(messages, list):
-            parts += [
-                message.get("content")
-                for message in messages
-                if isinstance(message, Mapping) and message.get("role") in ("system", "developer")
-            ]
-    return "\n".join(text for part in parts if (text := _text(part)))
-
-
-def _text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, list):
-        return "\n".join(map(_text, part))
-    if isinstance(part, Mapping):
-        return _text(part.get("text") or part.get("parts") or part.get("content"))
-    return ""

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue, brief
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.fields import Fields, Number, read
+from lightning_jax.gateway.fields import Fields, Number
 from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.gateway.sessions.open_rollouts import OpenRollout, derive_seed
 
@@ -29,8 +29,7 @@ def sampling_params(
     """Return the sampling parameters of each choice.
 
     The rollout's settings override the request, and cap its `max_tokens`. `rooms` is the number of
-    tokens left in the context for each prompt. Choices of one prompt are adjacent. Raise ApiError
-    if a value is out of range.
+    tokens left in the context for each choice. Raise ApiError if a value is out of range.
     """
     settings = rollout.settings if rollout else None
     ceilings = [request.max_tokens, settings.max_tokens if settings else None]
@@ -46,7 +45,6 @@ def sampling_params(
             f"({max_stop_chars}).",
             "stop",
         )
-    choices = [(room, n) for room in rooms for n in range(request.num_choices)]
     try:
         return tuple(
             SamplingParams(
@@ -68,7 +66,7 @@ def sampling_params(
                 shown_ids=shown_ids,
                 continues_text=request.prompts is not None,
             )
-            for index, (room, _) in enumerate(choices)
+            for index, room in enumerate(rooms)
         )
     except InvalidValue as error:
         raise invalid(str(error), error.key, reason=error.reason) from error
@@ -93,7 +91,7 @@ def _logit_biases(bias: Mapping[str, Any], most: int) -> tuple[tuple[int, float]
                 "logit_bias",
                 reason="unknown",
             )
-    numbers = read(LogitBias, {"logit_bias": bias}).logit_bias
+    numbers = LogitBias.read({"logit_bias": bias}).logit_bias
     return tuple((int(key), number or 0.0) for key, number in numbers.items())
 
 

@@ -1,4 +1,4 @@
-"""All dialects that the gateway serves, and requests that another server took, read by them."""
+"""All dialects that the gateway serves, and facts of requests in any of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +12,8 @@ from lightning_jax.gateway.dialects.openai_completions import COMPLETIONS
 from lightning_jax.gateway.dialects.openai_responses.dialect import RESPONSES
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.dialects.unknown_fields import allow_unknown
-from lightning_jax.gateway.fields import as_object
-from lightning_jax.gateway.request import PolicyRequest
+from lightning_jax.gateway.fields import Body, as_object
+from lightning_jax.gateway.request import PolicyRequest, named_agent
 
 DIALECTS = (
     CHAT,
@@ -30,14 +30,15 @@ TEXTS = {*MARKS, "contents", "instructions", "systemInstruction", "system_instru
 PATH = {"model": "", "method": ""}  # of Gemini's requests, which does not matter here
 
 
-def read_request(body: Mapping[str, Any], dialect: str = "") -> PolicyRequest | None:
-    """Return the request in a body, without the fields that its dialect refuses.
+def read_request(body: Mapping[str, Any], dialect_name: str = "") -> PolicyRequest | None:
+    """Return the request in a body that another server took, without fields that a dialect refuses.
 
     None if one of them holds a part of the prompt. Without a dialect, the fields suggest one.
     """
-    name = dialect or next((MARKS[mark] for mark in MARKS if mark in body), "")
-    found = (_read(reader, {"max_tokens": 1, **body}) for reader in DIALECTS if reader.name == name)
-    return next((asked for asked in found if asked and (asked.messages or asked.prompts)), None)
+    name = dialect_name or next((MARKS[mark] for mark in MARKS if mark in body), "")
+    body = {"max_tokens": 1, **body}
+    requests = [_read(dialect, body) for dialect in DIALECTS if dialect.name == name]
+    return next((r for r in requests if r and (r.messages or r.prompts)), None)
 
 
 def _read(dialect: Dialect, body: dict[str, Any]) -> PolicyRequest | None:
@@ -45,9 +46,41 @@ def _read(dialect: Dialect, body: dict[str, Any]) -> PolicyRequest | None:
     while True:
         try:
             with allow_unknown():
-                return dialect.parse(as_object(body), sender)[0]
+                return dialect.parse(as_object(body), sender).request
         except Exception as error:  # noqa: BLE001  (of a body that the other server took)
             refused = (getattr(error, "param", None) or "").partition(".")[0]
             if refused not in body or refused in TEXTS:
                 return None
             body = {name: value for name, value in body.items() if name != refused}
+
+
+def read_traits(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the `agent`, `model` and `system` prompt of a call in any dialect."""
+    model = body.get("model") or path.get("model") or ""
+    metadata = body.get("metadata")
+    agent = named_agent(str(model), headers, metadata if isinstance(metadata, Mapping) else None)
+    return {"agent": agent, "model": str(model), "system": _system(body)}
+
+
+def _system(body: Body) -> str:
+    """Return the text of the system prompt, wherever the dialect puts it."""
+    parts = [body.get("system"), body.get("instructions"), body.get("systemInstruction")]
+    for name in ("messages", "input"):
+        messages = body.get(name)
+        if isinstance(messages, list):
+            parts += [
+                message.get("content")
+                for message in messages
+                if isinstance(message, Mapping) and message.get("role") in ("system", "developer")
+            ]
+    return "\n".join(text for part in parts if (text := _text(part)))
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, list):
+        return "\n".join(map(_text, part))
+    if isinstance(part, Mapping):
+        return _text(part.get("text") or part.get("parts") or part.get("content"))
+    return ""

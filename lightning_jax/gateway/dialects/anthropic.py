@@ -10,16 +10,16 @@ from pydantic import BeforeValidator, Discriminator, Field
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import (
-    SSE,
+    NAMED_SSE,
     Dialect,
     Event,
     Listing,
-    MakeReply,
     Reply,
     Sender,
     add_assistant,
     arguments_of,
     model_listings,
+    text_blocks,
     to_request,
     tool_call,
 )
@@ -74,11 +74,7 @@ class ToolUse(fields.Fields):
     input: dict[str, Any]
 
 
-def _blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-Texts = Annotated[fields.Listed[Text], BeforeValidator(lambda content: _blocks(content or []))]
+Texts = Annotated[fields.Listed[Text], BeforeValidator(lambda content: text_blocks(content or []))]
 
 
 class ToolResult(fields.Fields):
@@ -98,14 +94,15 @@ class AssistantTurn(fields.Fields):
     role: Literal["assistant"]
     content: Annotated[
         fields.Listed[Annotated[Text | ToolUse | Thinking, Discriminator("type")]],
-        BeforeValidator(_blocks),
+        BeforeValidator(text_blocks),
     ]
 
 
 class InputTurn(fields.Fields):
     role: Literal["user", "system"]
     content: Annotated[
-        fields.Listed[Annotated[Text | ToolResult, Discriminator("type")]], BeforeValidator(_blocks)
+        fields.Listed[Annotated[Text | ToolResult, Discriminator("type")]],
+        BeforeValidator(text_blocks),
     ]
 
 
@@ -164,8 +161,8 @@ class MessagesBody(fields.Fields, extra="allow"):
     mcp_servers: Annotated[Any, fields.harmless([])] = None
 
 
-def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a messages body. Raise ApiError that names the first invalid field."""
+def parse(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a messages body. Raise ApiError that names the first invalid field."""
     request = _request(body, sender)
     if request.max_tokens is None:
         raise invalid(
@@ -173,11 +170,11 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
             "max_tokens",
             reason="missing",
         )
-    return request, lambda context: MessagesReply(request, context)
+    return MessagesReply(request)
 
 
 def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
-    payload = fields.read(MessagesBody, body)
+    payload = MessagesBody.read(body)
     check_unknown("anthropic", payload.model_extra, _IGNORED)
     form = (payload.output_config and payload.output_config.format) or payload.output_format
     choice, thinking = payload.tool_choice or ToolChoiceBody(), payload.thinking
@@ -255,7 +252,7 @@ class MessagesReply(Reply):
 
     def opening(self) -> Iterable[Event]:
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, ())
-        yield _event({"type": "message_start", "message": message})
+        yield {"type": "message_start", "message": message}
 
     def delta(self, delta: Delta) -> Iterable[Event]:
         if delta.text:
@@ -272,8 +269,8 @@ class MessagesReply(Reply):
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         yield from self._end()
         usage = {"output_tokens": self.num_tokens(answers)[1]}
-        yield _event({"type": "message_delta", "delta": self._stop(answers[0]), "usage": usage})
-        yield _event({"type": "message_stop"})
+        yield {"type": "message_delta", "delta": self._stop(answers[0]), "usage": usage}
+        yield {"type": "message_stop"}
 
     def _message(
         self, content: list[Any], stop: dict[str, Any], answers: Sequence[Answer]
@@ -293,15 +290,15 @@ class MessagesReply(Reply):
         yield from self._end()
         self._index += 1
         self._open = block["type"]
-        yield _event({"type": "content_block_start", "index": self._index, "content_block": block})
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
     def _more(self, delta: dict[str, Any]) -> Event:
-        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _end(self) -> Iterable[Event]:
         if self._open:
             self._open = ""
-            yield _event({"type": "content_block_stop", "index": self._index})
+            yield {"type": "content_block_stop", "index": self._index}
 
     def _stop(self, answer: Answer) -> dict[str, Any]:
         sequence = answer.completion.stop if answer.finish_reason == "stop" else None
@@ -320,10 +317,6 @@ def _model_entry(name: str, sender: Sender) -> dict[str, str]:
     return {**entry, "created_at": "1970-01-01T00:00:00Z"}  # the API's value for an unknown date
 
 
-def _event(data: dict[str, Any]) -> Event:
-    return Event(data, data["type"])
-
-
 def _error(error: ApiError) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(error.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
@@ -333,7 +326,7 @@ ANTHROPIC = Dialect(
     name="anthropic",
     paths=("/v1/messages",),
     parse=parse,
-    framing=SSE,
+    framing=NAMED_SSE,
     listings=(
         Listing(
             "POST",
@@ -343,6 +336,5 @@ ANTHROPIC = Dialect(
         *model_listings("/v1/models", _model_entry, _models, "anthropic-version"),
     ),
     error=_error,
-    error_event=lambda error: _event(_error(error)),
     names={"stop": "stop_sequences"},
 )

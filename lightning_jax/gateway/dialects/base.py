@@ -1,7 +1,7 @@
 """Interface of a dialect: a wire format that translates to one internal request and back.
 
 A dialect's file contains no engine, no tracing and no HTTP server. Its `parse` turns a JSON body
-into a PolicyRequest and a Reply. The Reply turns Answers and Deltas into bodies or stream events.
+into a Reply with a PolicyRequest. The Reply turns Answers and Deltas into bodies or stream events.
 """
 
 import glob
@@ -10,17 +10,21 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, ClassVar
+from functools import cache, cached_property
+from operator import attrgetter
+from typing import Any, ClassVar, Self
 
-from lightning_jax.gateway.answer import Answer, Delta, ToolCall
+from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.types import Completion
+from lightning_jax.gateway.answer import Answer, Delta, ToolCall, function_call
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.fields import Body, Fields
-from lightning_jax.gateway.request import POLICY, PolicyRequest, agent_of, check_model
+from lightning_jax.gateway.request import POLICY, PolicyRequest, check_model, named_agent
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import Message
 
+MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 BYTES_PER_TOKEN = 16  # approximate size of a token or an alternative in an answer
 _literal = cache(glob.escape)
 
@@ -70,7 +74,8 @@ def to_request(dialect: str, fields: Fields, sender: Sender, **more: Any) -> Pol
     names = PolicyRequest.__dataclass_fields__
     common = {name: value for name in names if (value := values.get(name)) is not None}
     model = common.setdefault("model", "")
-    agent = agent_of(model, sender.accepted, sender.headers, values.get("metadata"))
+    check_model(model, sender.accepted)
+    agent = named_agent(model, sender.headers, values.get("metadata"))
     return PolicyRequest(dialect=dialect, agent=agent, **common)
 
 
@@ -89,22 +94,64 @@ class ReplyContext:
         return sum(map(len, self.prompt_ids[:: self.num_choices]))
 
 
-@dataclass(frozen=True)
-class Event:
-    """One event of a stream. It has a name only if the dialect names its events."""
+@dataclass
+class TokenEntries:
+    """Writer of one entry per token of a choice, whose tokens come in order.
 
-    data: Any
-    name: str = ""
+    The log-probabilities are those of the policy at temperature 1. With `as_ids`, a token is named
+    by its id. Names are unique and do not depend on a token's place. `bytes` are those that the
+    token adds to the choice's text there, so they join to it: none for a hidden special token, and
+    no blank that the vocabulary drops at the start of a text.
+    """
+
+    tokenizer: Tokenizer
+    top: int
+    as_ids: bool = False
+    is_start: bool = True  # no token has added to the text yet
+
+    def write(self, tokens: Completion | Chunk) -> list[dict[str, Any]]:
+        """Return the entries of the next tokens."""
+        entries = []
+        alternatives = tokens.top_logprobs or ((),) * len(tokens.token_ids)
+        for token_id, logprob, others in zip(
+            tokens.token_ids, tokens.behavior_logprobs, alternatives, strict=True
+        ):
+            best = [self._entry(i, value) for i, value in others[: self.top]]
+            entries.append({**self._entry(token_id, logprob), "top_logprobs": best})
+            self.is_start = self.is_start and token_id in self._hidden_ids
+        return entries
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        return self.tokenizer.special_ids | self.tokenizer.eos_ids
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        pieces, is_hidden = self.tokenizer.pieces, token_id in self._hidden_ids
+        added = pieces.at_start(token_id) if self.is_start else pieces.of(token_id)
+        return {
+            "token": f"token_id:{token_id}" if self.as_ids else pieces.name(token_id),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": [] if is_hidden else list(added),
+        }
+
+
+Event = dict[str, Any]  # JSON object in a stream
 
 
 @dataclass
 class Reply(ABC):
-    """Conversion of answers to a dialect's format."""
+    """Reply to a request: conversion of answers to a dialect's format."""
 
     repeats_request: ClassVar[bool] = False  # True if the body has fields of the request
 
     request: PolicyRequest
-    context: ReplyContext
+    context: ReplyContext = field(init=False)  # once the call was accepted
+    _entries: dict[int, TokenEntries] = field(default_factory=dict, init=False)  # by choice
+
+    def begin(self, context: ReplyContext) -> Self:
+        """Return the reply, now that its call was accepted."""
+        self.context = context
+        return self
 
     @property
     def response_id(self) -> str:
@@ -115,14 +162,25 @@ class Reply(ABC):
         sampled = sum(len(answer.completion.token_ids) for answer in answers)
         return self.context.prompt_tokens(), sampled
 
-    def num_bytes(self, answers: Sequence[Answer]) -> int:
-        """Return roughly the length of what a body with these answers says about tokens."""
+    def num_bytes(self, answers: Sequence[Answer], request_bytes: int) -> int:
+        """Return roughly the length of what a body with these answers says about tokens.
+
+        Add that of the request, if the body repeats it.
+        """
         request = self.request
         shows_prompt = request.prompts is not None or request.return_token_ids
         prompts = self.context.prompt_ids if shows_prompt else ()
         number = sum(map(len, prompts))
         number += sum(len(answer.completion.token_ids) for answer in answers)
-        return number * (1 + request.top_logprobs) * BYTES_PER_TOKEN
+        num_bytes = number * (1 + request.top_logprobs) * BYTES_PER_TOKEN
+        return num_bytes + (request_bytes if self.repeats_request else 0)
+
+    def entries(self, choice: int, tokens: Completion | Chunk) -> list[dict[str, Any]]:
+        """Return the log-probability entries of the next tokens of a choice."""
+        if choice not in self._entries:
+            top, as_ids = self.request.top_logprobs, self.request.return_tokens_as_token_ids
+            self._entries[choice] = TokenEntries(self.context.tokenizer, top, as_ids)
+        return self._entries[choice].write(tokens)
 
     @abstractmethod
     def body(self, answers: Sequence[Answer]) -> Any:
@@ -141,7 +199,6 @@ class Reply(ABC):
         """Return the events after the last token."""
 
 
-MakeReply = Callable[[ReplyContext], Reply]
 Dump = Callable[[Any], str]  # json.dumps, or another function with the same result
 
 
@@ -160,16 +217,21 @@ class Framing:
 
 def sse(event: Event, dump: Dump) -> bytes:
     """Encode an event as a server-sent event."""
-    name = f"event: {event.name}\n" if event.name else ""
-    return f"{name}data: {dump(event.data)}\n\n".encode()
+    return f"data: {dump(event)}\n\n".encode()
+
+
+def named_sse(event: Event, dump: Dump) -> bytes:
+    """Encode an event as a server-sent event with its type as its name."""
+    return f"event: {event['type']}\ndata: {dump(event)}\n\n".encode()
 
 
 def ndjson(event: Event, dump: Dump) -> bytes:
     """Encode an event as a line of JSON."""
-    return dump(event.data).encode() + b"\n"
+    return dump(event).encode() + b"\n"
 
 
 SSE = Framing("text/event-stream", sse)
+NAMED_SSE = Framing("text/event-stream", named_sse)
 OPENAI_SSE = Framing("text/event-stream", sse, b"data: [DONE]\n\n")
 NDJSON = Framing("application/x-ndjson", ndjson)
 JSON_ARRAY = Framing("application/json", ndjson, begin=b"[", between=b",", close=b"]")
@@ -205,28 +267,21 @@ def model_listings(
     )
 
 
-def openai_error(error: ApiError) -> Any:
-    return error.body
-
-
-def openai_error_event(error: ApiError) -> Event:
-    return Event(error.body)
-
-
 @dataclass(frozen=True)
 class Dialect:
     """One wire format. `paths` may have variable parts in aiohttp's syntax."""
 
     name: str
     paths: tuple[str, ...]
-    parse: Callable[[Body, Sender], tuple[PolicyRequest, MakeReply]]
+    parse: Callable[[Body, Sender], Reply]
     framing: Framing = OPENAI_SSE
     framings: Mapping[str, Framing] = field(default_factory=dict)  # others, by the query's `alt`
     # For requests that need no policy: returns the response body, or None for every other request.
     at_once: Callable[[Body, Sender], Any] | None = None
     listings: tuple[Listing, ...] = ()
-    error: Callable[[ApiError], Any] = openai_error  # body of a refused call
-    error_event: Callable[[ApiError], Event] = openai_error_event  # last event of a broken stream
+    error: Callable[[ApiError], Any] = attrgetter("body")  # body of a refused call
+    # Last event of a broken stream; None: that body.
+    error_event: Callable[[ApiError], Event] | None = None
     # Its names for fields of PolicyRequest or SamplingParams, if different.
     names: Mapping[str, str] = field(default_factory=dict)
     open_in_rollouts: bool = False  # its clients send no key, so a rollout's secret URL is enough
@@ -234,8 +289,12 @@ class Dialect:
 
 def tool_call(name: str, arguments: dict[str, Any], call_id: str | None) -> Message:
     """Return a call in an assistant's message. `call_id` is None if the dialect has none."""
-    written = json.dumps(arguments, ensure_ascii=False)
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": written}}
+    return function_call(call_id, name, json.dumps(arguments, ensure_ascii=False))
+
+
+def text_blocks(content: Any) -> Any:
+    """Return content in blocks. A text is one of them."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def add_assistant(
@@ -244,7 +303,11 @@ def add_assistant(
     """Append to the assistant's turn, which may come in pieces, each as a separate message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
-    turn = messages[-1]
+    extend_turn(messages[-1], text, calls, thought)
+
+
+def extend_turn(turn: Message, text: str, calls: Sequence[Message], thought: str) -> None:
+    """Append to an assistant's message."""
     turn["content"] += text
     if thought:
         turn["reasoning_content"] = turn.get("reasoning_content", "") + thought

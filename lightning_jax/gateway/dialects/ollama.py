@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.types import Completion
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import (
@@ -18,7 +20,6 @@ from lightning_jax.gateway.dialects.base import (
     Dialect,
     Event,
     Listing,
-    MakeReply,
     Reply,
     Sender,
     add_assistant,
@@ -26,7 +27,7 @@ from lightning_jax.gateway.dialects.base import (
     tool_call,
     whole_calls,
 )
-from lightning_jax.gateway.dialects.openai_fields import TokenEntries, Tools, functions_of
+from lightning_jax.gateway.dialects.openai_fields import Tools, functions_of
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
 from lightning_jax.gateway.request import (
@@ -109,17 +110,17 @@ class GenerateBody(OllamaBody):
     raw: bool | None = None
 
 
-def parse_chat(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a chat body. Raise ApiError that names the first invalid field."""
-    chat = fields.read(ChatBody, body)
+def parse_chat(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a chat body. Raise ApiError that names the first invalid field."""
+    chat = ChatBody.read(body)
     messages, functions = _messages(chat.messages or ()), functions_of(chat.tools)
     request = _request(chat, sender, messages=messages, functions=functions)
-    return request, lambda context: OllamaReply(request, context, _chat_content)
+    return OllamaReply(request, _chat_content)
 
 
-def parse_generate(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a generate body. Raise ApiError that names the first invalid field."""
-    payload = fields.read(GenerateBody, body)
+def parse_generate(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a generate body. Raise ApiError that names the first invalid field."""
+    payload = GenerateBody.read(body)
     if payload.raw and payload.system:
         raise invalid(
             "system is set but raw is true; leave out one of them.", "system", reason="conflict"
@@ -130,12 +131,12 @@ def parse_generate(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, Ma
         messages = [{"role": "system", "content": payload.system}] if payload.system else []
         messages.append({"role": "user", "content": payload.prompt or ""})
         request = _request(payload, sender, messages=tuple(messages))
-    return request, lambda context: OllamaReply(request, context, _generate_content)
+    return OllamaReply(request, _generate_content)
 
 
 def _request(body: OllamaBody, sender: Sender, **more: Any) -> PolicyRequest:
     check_unknown("ollama", body.model_extra, _IGNORED)
-    options = fields.read(Options, body.options or {})
+    options = Options.read(body.options or {})
     check_unknown("ollama options", options.model_extra, _IGNORED_OPTIONS)
     if options.max_tokens in (-1, -2):  # no limit, or until the context is full
         options.max_tokens = None
@@ -171,35 +172,29 @@ class OllamaReply(Reply):
     """
 
     content: Callable[[str, list[Any]], dict[str, Any]]  # fields with a text and tool calls
-    _entries: TokenEntries | None = None  # of a stream
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
         content = self.content(answer.text, _called(answer))
-        logprobs = self._logprobs(answer.completion, self._new_entries())
-        return self._line(content | logprobs | self._end(answer))
+        return self._line(content | self._logprobs(answer.completion) | self._end(answer))
 
     def delta(self, delta: Delta) -> Iterable[Event]:
-        self._entries = self._entries or self._new_entries()
-        logprobs = self._logprobs(delta.chunk, self._entries) if delta.chunk else {}
+        logprobs = self._logprobs(delta.chunk) if delta.chunk else {}
         if delta.text or logprobs:
-            yield Event(self._line(self.content(delta.text, []) | logprobs | {"done": False}))
+            yield self._line(self.content(delta.text, []) | logprobs | {"done": False})
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         (answer,) = answers
         if calls := _called(answer):
-            yield Event(self._line(self.content("", calls) | {"done": False}))
-        yield Event(self._line(self.content("", []) | self._end(answer)))
+            yield self._line(self.content("", calls) | {"done": False})
+        yield self._line(self.content("", []) | self._end(answer))
 
     def _line(self, payload: dict[str, Any]) -> dict[str, Any]:
         created = datetime.fromtimestamp(self.context.created, UTC)
         return {"model": self.request.model, "created_at": _rfc3339(created), **payload}
 
-    def _new_entries(self) -> TokenEntries:
-        return TokenEntries(self.context.tokenizer, self.request.top_logprobs)
-
-    def _logprobs(self, tokens: Any, entries: TokenEntries) -> dict[str, Any]:
-        return {"logprobs": entries.write(tokens)} if self.request.logprobs else {}
+    def _logprobs(self, tokens: Completion | Chunk) -> dict[str, Any]:
+        return {"logprobs": self.entries(0, tokens)} if self.request.logprobs else {}
 
     def _end(self, answer: Answer) -> dict[str, Any]:
         clock = answer.clock
@@ -241,7 +236,7 @@ def _load(content: dict[str, Any], sign: str) -> Any:
     def answer(body: fields.Body, sender: Sender) -> dict[str, Any] | None:
         if body.get(sign) not in (None, "", []):
             return None
-        model = fields.read(OllamaBody, body).model or ""
+        model = OllamaBody.read(body).model or ""
         check_model(model, sender.accepted)
         now, unload = _rfc3339(datetime.now(UTC)), body.get("keep_alive") in (0, "0", "0s")
         end = {"done": True, "done_reason": "unload" if unload else "load"}
@@ -266,7 +261,7 @@ def _running(body: fields.Body, sender: Sender) -> Any:
 
 
 def _show(body: fields.Body, sender: Sender) -> Any:
-    payload = fields.read(ShowBody, body)
+    payload = ShowBody.read(body)
     check_model(payload.model or payload.name or "", sender.accepted)
     shape = {"general.architecture": POLICY, f"{POLICY}.context_length": sender.max_len}
     return {"details": _DETAILS, "model_info": shape, "capabilities": ["completion", "tools"]}
@@ -287,10 +282,6 @@ def _error(error: ApiError) -> dict[str, str]:
     return {"error": error.message}
 
 
-def _error_event(error: ApiError) -> Event:
-    return Event(_error(error))
-
-
 _NAMES = {"max_tokens": "num_predict"}
 
 OLLAMA_CHAT = Dialect(
@@ -306,7 +297,6 @@ OLLAMA_CHAT = Dialect(
         Listing("GET", "/api/version", lambda body, sender: {"version": _VERSION}),
     ),
     error=_error,
-    error_event=_error_event,
     names=_NAMES,
     open_in_rollouts=True,
 )
@@ -317,7 +307,6 @@ OLLAMA_GENERATE = Dialect(
     framing=NDJSON,
     at_once=_load(_generate_content("", []), "prompt"),
     error=_error,
-    error_event=_error_event,
     names=_NAMES,
     open_in_rollouts=True,
 )

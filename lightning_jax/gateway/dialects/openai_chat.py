@@ -1,18 +1,19 @@
 """OpenAI's chat completions API."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AliasPath, Field, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic import AliasPath, Field
 
+from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.types import Completion
 from lightning_jax.gateway import fields
-from lightning_jax.gateway.answer import Answer, Delta
+from lightning_jax.gateway.answer import Answer, CallDelta, Delta, function_call
 from lightning_jax.gateway.dialects.base import (
     Dialect,
     Event,
-    MakeReply,
+    Reply,
     Sender,
     model_listings,
     to_request,
@@ -22,39 +23,15 @@ from lightning_jax.gateway.dialects.openai_fields import (
     ChoiceFields,
     ChoicesReply,
     Format,
-    TokenEntries,
+    NestedToolChoice,
     Tools,
+    choice_of,
     functions_of,
     template_kwargs,
 )
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.request import JsonSchema, PolicyRequest, ToolChoice
-
-
-def _tool_choice(choice: Any) -> ToolChoice | None:
-    match choice:
-        case None:
-            return None
-        case "auto" | "none" | "required":
-            return ToolChoice(choice)
-        case {"type": "function", "function": {"name": str(name)}}:
-            return ToolChoice("required", (name,))
-        case {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]},
-        }:
-            names = [name for tool in tools if (name := _named(tool))]
-            if len(names) == len(tools):
-                return ToolChoice(mode, tuple(names))
-    raise PydanticCustomError("unknown", "expected auto, none, required or a function")
-
-
-def _named(tool: Any) -> str | None:
-    match tool:
-        case {"function": {"name": str(name)}}:
-            return name
-    return None
+from lightning_jax.gateway.request import JsonSchema
 
 
 class ResponseFormat(Format):
@@ -70,7 +47,7 @@ class ChatBody(ChoiceFields, extra="allow"):
     top_logprobs: fields.TopLogprobs | None = None
     response_format: ResponseFormat | None = None
     tools: Tools | None = None
-    tool_choice: Annotated[ToolChoice | None, PlainValidator(_tool_choice)] = None
+    tool_choice: NestedToolChoice = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Any = None
@@ -84,9 +61,9 @@ class ChatBody(ChoiceFields, extra="allow"):
     web_search_options: Annotated[Any, fields.harmless()] = None
 
 
-def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a chat body. Raise ApiError that names the first invalid field."""
-    chat = fields.read(ChatBody, body)
+def parse(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a chat body. Raise ApiError that names the first invalid field."""
+    chat = ChatBody.read(body)
     check_unknown("chat", chat.model_extra, IGNORED)
     if chat.top_logprobs and not chat.logprobs:
         raise invalid(
@@ -107,23 +84,23 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         max_tokens=chat.max_tokens if limit is None else limit,
         chat_template_kwargs=template_kwargs(chat.chat_template_kwargs, chat.reasoning_effort),
     )
-    return request, lambda context: ChatReply(request, context, include_usage)
+    return ChatReply(request, include_usage)
 
 
 @dataclass
 class ChatReply(ChoicesReply):
     """Chat completion bodies and chunks."""
 
-    _entries: dict[int, TokenEntries] = field(default_factory=dict)  # of streamed choices
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    nothing: ClassVar = {"delta": {}}
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
                 "message": {"role": "assistant", "refusal": None, **_message(answer)},
-                **self._token_fields(answer.completion, self._new_entries()),
+                **self._token_fields(index, answer.completion),
                 "finish_reason": answer.finish_reason,
             }
             for index, answer in enumerate(answers)
@@ -132,37 +109,29 @@ class ChatReply(ChoicesReply):
 
     def opening(self) -> Iterable[Event]:
         for index in range(len(self.context.prompt_ids)):
-            delta = {"role": "assistant", "content": ""}
-            yield self.chunk([_choice(index, delta)], **self._prompt_fields())
+            choice = choice_of(index, delta={"role": "assistant", "content": ""})
+            yield self.chunk([choice], **self._prompt_fields())
 
     def delta(self, delta: Delta) -> Iterable[Event]:
         tokens = {}
         if delta.chunk and self.shows_tokens:
-            entries = self._entries.setdefault(delta.choice, self._new_entries())
-            tokens = self._token_fields(delta.chunk, entries)
+            tokens = self._token_fields(delta.choice, delta.chunk)
         if delta.text or (tokens and not delta.calls):
-            yield self.chunk([_choice(delta.choice, {"content": delta.text}) | tokens])
+            yield self.chunk([choice_of(delta.choice, delta={"content": delta.text}) | tokens])
             tokens = {}
         if delta.calls:
             calls = [_call_delta(call) for call in delta.calls]
-            yield self.chunk([_choice(delta.choice, {"tool_calls": calls}) | tokens])
-
-    def last_choice(self, index: int) -> dict[str, Any]:
-        return _choice(index, {})
+            yield self.chunk([choice_of(delta.choice, delta={"tool_calls": calls}) | tokens])
 
     def _prompt_fields(self) -> dict[str, Any]:
         if not self.request.return_token_ids:
             return {}
         return {"prompt_token_ids": list(self.context.prompt_ids[0])}
 
-    def _new_entries(self) -> TokenEntries:
-        top, as_ids = self.request.top_logprobs, self.request.return_tokens_as_token_ids
-        return TokenEntries(self.context.tokenizer, top, as_ids)
-
-    def _token_fields(self, tokens: Any, entries: TokenEntries) -> dict[str, Any]:
+    def _token_fields(self, choice: int, tokens: Completion | Chunk) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs:
-            logprobs = {"content": entries.write(tokens), "refusal": None}
+            logprobs = {"content": self.entries(choice, tokens), "refusal": None}
         ids = {"token_ids": list(tokens.token_ids)} if self.request.return_token_ids else {}
         return {"logprobs": logprobs, **ids}
 
@@ -174,15 +143,10 @@ def _message(answer: Answer) -> dict[str, Any]:
     return message
 
 
-def _call_delta(call: Any) -> dict[str, Any]:
+def _call_delta(call: CallDelta) -> dict[str, Any]:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
-
-
-def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    return {"index": call.index, **function_call(call.call_id, call.name, call.arguments)}
 
 
 CHAT = Dialect(

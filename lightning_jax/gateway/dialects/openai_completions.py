@@ -7,7 +7,7 @@ precedes a text prompt unless `add_special_tokens` is false, and is no part of t
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -20,19 +20,19 @@ from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import (
     Dialect,
     Event,
-    MakeReply,
+    Reply,
     Sender,
+    TokenEntries,
     to_request,
 )
 from lightning_jax.gateway.dialects.openai_fields import (
     IGNORED,
     ChoiceFields,
     ChoicesReply,
-    TokenEntries,
+    choice_of,
 )
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import invalid
-from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -66,9 +66,9 @@ class CompletionsBody(ChoiceFields, extra="allow"):
     top_logprobs: fields.TopLogprobs | None = Field(None, alias="logprobs")
 
 
-def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a completions body. Raise ApiError naming the first invalid field."""
-    payload = fields.read(CompletionsBody, body)
+def parse(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a completions body. Raise ApiError naming the first invalid field."""
+    payload = CompletionsBody.read(body)
     # An echoed prompt has its special tokens in any case.
     unused = ("skip_special_tokens",) if payload.echo else ()
     check_unknown("completions", payload.model_extra, (*IGNORED, *unused))
@@ -98,7 +98,7 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
         logprobs=logprobs,
         score_prompt=echo and logprobs,
     )
-    return request, lambda context: CompletionsReply(request, context, include_usage, echo)
+    return CompletionsReply(request, include_usage, echo)
 
 
 @dataclass
@@ -130,19 +130,13 @@ class _Transcript:
         self._length = len(text)
         first = _scored(self.prompt_ids[:1], PromptScores((0.0,), ((),)))
         others = _scored(self.prompt_ids[1:], scores)
-        entries = [*self._entries.write(first), *self._entries.write(others)]
-        tops = [None, *(_best(entry) for entry in entries[1:])]
-        names = [entry["token"] for entry in entries]
+        columns = _columns([*self._entries.write(first), *self._entries.write(others)], offsets)
+        columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
         if inside and not self.as_ids:
             start = inside.start
-            names[start] = self._name_at_start(self.prompt_ids[start], tops[start])
-        logprobs = [None, *(entry["logprob"] for entry in entries[1:])]
-        return {
-            "tokens": names,
-            "token_logprobs": logprobs,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+            top = columns["top_logprobs"][start]
+            columns["tokens"][start] = self._name_at_start(self.prompt_ids[start], top)
+        return columns
 
     def _name_at_start(self, token_id: int, top: dict[str, float] | None) -> str:
         """Return the name of the text's first token, without a blank that the text lacks.
@@ -161,19 +155,11 @@ class _Transcript:
         return piece
 
     def sampled(self, tokens: Completion | Chunk) -> dict[str, list[Any]]:
-        entries = self._entries.write(tokens)
-        return {
-            "tokens": [entry["token"] for entry in entries],
-            "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [_best(entry) for entry in entries],
-            "text_offset": [self._advance(i) for i in tokens.token_ids],
-        }
-
-    def _advance(self, token_id: int) -> int:
-        """Return the offset of a sampled token."""
-        offset = self._length
-        self._length += len(self._decoder.push(token_id))
-        return offset
+        offsets = []
+        for token_id in tokens.token_ids:
+            offsets.append(self._length)
+            self._length += len(self._decoder.push(token_id))
+        return _columns(self._entries.write(tokens), offsets)
 
 
 def _scored(ids: Sequence[int], scores: PromptScores) -> Chunk:
@@ -182,9 +168,17 @@ def _scored(ids: Sequence[int], scores: PromptScores) -> Chunk:
     return Chunk("", tuple(ids), logprobs, logprobs, (0,) * len(ids), nothing, scores.top_logprobs)
 
 
-def _best(entry: dict[str, Any]) -> dict[str, float]:
-    """Return the most likely tokens and the sampled one."""
-    return {other["token"]: other["logprob"] for other in (*entry["top_logprobs"], entry)}
+def _columns(entries: list[dict[str, Any]], offsets: list[int]) -> dict[str, list[Any]]:
+    """Return entries as columns. The most likely tokens of each have the sampled one among them."""
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [
+            {other["token"]: other["logprob"] for other in (*entry["top_logprobs"], entry)}
+            for entry in entries
+        ],
+        "text_offset": offsets,
+    }
 
 
 def _inside(prompt_ids: Sequence[int], plain: Sequence[int]) -> range:
@@ -201,6 +195,7 @@ class CompletionsReply(ChoicesReply):
     echo: bool = False
     _transcripts: dict[int, _Transcript] = field(default_factory=dict)  # by choice
     whole_object = chunk_object = "text_completion"
+    nothing: ClassVar = {"text": ""}
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
@@ -221,13 +216,10 @@ class CompletionsReply(ChoicesReply):
         if delta.text or (delta.chunk and self.shows_tokens):
             yield self.chunk([self._choice(delta.choice, delta.text, delta.chunk)])
 
-    def last_choice(self, index: int) -> dict[str, Any]:
-        return _choice(index, "")
-
     def _prompt_choice(self, index: int, scores: PromptScores | None) -> dict[str, Any]:
         """Return the part of a choice that is about its prompt."""
         prompt_ids, tokenizer = self.context.prompt_ids[index], self.context.tokenizer
-        choice = _choice(index, "")
+        choice = choice_of(index, text="")
         if self.echo:
             assert self.request.prompts, "this dialect has prompts"
             sent = self.request.prompts[index // self.request.num_choices]
@@ -244,7 +236,7 @@ class CompletionsReply(ChoicesReply):
         return choice
 
     def _choice(self, index: int, text: str, tokens: Completion | Chunk | None) -> dict[str, Any]:
-        choice = _choice(index, text)
+        choice = choice_of(index, text=text)
         if tokens and self.request.logprobs:
             choice["logprobs"] = self._transcript(index).sampled(tokens)
         if tokens and self.request.return_token_ids:
@@ -257,10 +249,6 @@ class CompletionsReply(ChoicesReply):
         prompt_ids = self.context.prompt_ids[index]
         new = _Transcript(self.context.tokenizer, request.top_logprobs, as_ids, prompt_ids)
         return self._transcripts.setdefault(index, new)
-
-
-def _choice(index: int, text: str) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
 
 def _joined(prompt: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,12 @@
-"""Shared parts of OpenAI's dialects: fields, functions, choices and log-prob entries."""
+"""Shared parts of OpenAI's dialects: fields, functions and choices."""
 
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
-from lightning_jax.engine.response import Chunk
-from lightning_jax.engine.types import Completion
 from lightning_jax.errors import brief
 from lightning_jax.gateway.answer import Answer
 from lightning_jax.gateway.dialects.base import Event, Reply
@@ -29,10 +26,8 @@ from lightning_jax.gateway.request import (
     NO_THINKING,
     Function,
     JsonSchema,
+    ToolChoice,
 )
-from lightning_jax.models.tokenizer import Tokenizer
-
-MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 # Fields that clients send by default and that change nothing here.
 IGNORED = frozenset(
@@ -109,6 +104,33 @@ def functions_of(tools: Tools | None) -> tuple[Function, ...]:
     return tuple(tool.function.function() for tool in tools or ())
 
 
+def _tool_choice(choice: Any, *, nests: bool = False) -> ToolChoice | None:
+    """Return the choice in a field. With `nests`, what belongs to a type is in an object of it."""
+
+    def named(tool: Any) -> Any:
+        function = tool.get("function") if nests and isinstance(tool, dict) else tool
+        return function.get("name") if isinstance(function, dict) else None
+
+    if choice in (None, "auto", "none", "required"):
+        return choice and ToolChoice(choice)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    inner = choice.get(kind) if nests and kind == "allowed_tools" else choice
+    match kind, inner:
+        case "function", _ if isinstance(name := named(choice), str):
+            return ToolChoice("required", (name,))
+        case "allowed_tools", {"mode": "auto" | "required" as mode, "tools": [*tools]}:
+            names = [named(tool) for tool in tools]
+            if all(isinstance(name, str) for name in names):
+                return ToolChoice(mode, tuple(names))
+    raise PydanticCustomError("unknown", "expected auto, none, required or named functions")
+
+
+ToolChoiceField = Annotated[ToolChoice | None, PlainValidator(lambda v: _tool_choice(v))]
+NestedToolChoice = Annotated[
+    ToolChoice | None, PlainValidator(lambda v: _tool_choice(v, nests=True))
+]
+
+
 class Format(Fields):
     """Format of an answer: text, any JSON object, or JSON that follows a schema."""
 
@@ -140,6 +162,7 @@ class ChoicesReply(Reply):
     include_usage: bool = False
     whole_object: ClassVar[str]  # the type of a body
     chunk_object: ClassVar[str]
+    nothing: ClassVar[dict[str, Any]]  # content of a choice after its last token
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -151,27 +174,25 @@ class ChoicesReply(Reply):
         }
 
     def whole(self, choices: list[dict[str, Any]], answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return a body. Its fingerprint is the weights version that sampled the last token."""
+        versions = answers[-1].completion.policy_versions
         return {
             **self.envelope(self.whole_object, choices),
             "usage": self._usage(answers),
-            "system_fingerprint": _fingerprint(answers),
+            "system_fingerprint": f"policy-{versions[-1]}" if versions else None,
         }
 
     def chunk(self, choices: list[dict[str, Any]], **extra: Any) -> Event:
         usage = {"usage": None} if self.include_usage else {}
-        return Event({**self.envelope(self.chunk_object, choices), **usage, **extra})
+        return {**self.envelope(self.chunk_object, choices), **usage, **extra}
 
     @property
     def shows_tokens(self) -> bool:
         return self.request.logprobs or self.request.return_token_ids
 
-    @abstractmethod
-    def last_choice(self, index: int) -> dict[str, Any]:
-        """Return the choice of the chunk after the last token."""
-
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         for index, answer in enumerate(answers):
-            choice = self.last_choice(index) | {"finish_reason": answer.finish_reason}
+            choice = choice_of(index, **self.nothing) | {"finish_reason": answer.finish_reason}
             yield self.chunk([choice])
         if self.include_usage:
             yield self.chunk([], usage=self._usage(answers))
@@ -185,48 +206,6 @@ class ChoicesReply(Reply):
         }
 
 
-def _fingerprint(answers: Sequence[Answer]) -> str | None:
-    """Return the weights version that sampled the last token."""
-    versions = answers[-1].completion.policy_versions
-    return f"policy-{versions[-1]}" if versions else None
-
-
-@dataclass
-class TokenEntries:
-    """Writer of one entry per token of a choice, whose tokens come in order.
-
-    The log-probabilities are those of the policy at temperature 1. With `as_ids`, a token is named
-    by its id. Names are unique and do not depend on a token's place. `bytes` are those that the
-    token adds to the choice's text there, so they join to it: none for a hidden special token, and
-    no blank that the vocabulary drops at the start of a text.
-    """
-
-    tokenizer: Tokenizer
-    top: int
-    as_ids: bool = False
-    is_start: bool = True  # no token has added to the text yet
-
-    def write(self, tokens: Completion | Chunk) -> list[dict[str, Any]]:
-        """Return the entries of the next tokens."""
-        entries = []
-        alternatives = tokens.top_logprobs or ((),) * len(tokens.token_ids)
-        for token_id, logprob, others in zip(
-            tokens.token_ids, tokens.behavior_logprobs, alternatives, strict=True
-        ):
-            best = [self._entry(i, value) for i, value in others[: self.top]]
-            entries.append({**self._entry(token_id, logprob), "top_logprobs": best})
-            self.is_start = self.is_start and token_id in self._hidden_ids
-        return entries
-
-    @cached_property
-    def _hidden_ids(self) -> frozenset[int]:
-        return self.tokenizer.special_ids | self.tokenizer.eos_ids
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        pieces, is_hidden = self.tokenizer.pieces, token_id in self._hidden_ids
-        added = pieces.at_start(token_id) if self.is_start else pieces.of(token_id)
-        return {
-            "token": f"token_id:{token_id}" if self.as_ids else pieces.name(token_id),
-            "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": [] if is_hidden else list(added),
-        }
+def choice_of(index: int, **content: Any) -> dict[str, Any]:
+    """Return a choice that may get log-probabilities and an end."""
+    return {"index": index, **content, "logprobs": None, "finish_reason": None}

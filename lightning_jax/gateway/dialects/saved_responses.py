@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_jax.gateway.fields import json_items
 from lightning_jax.types import Message
 
 MAX_SAVED = 1000  # per rollout, and outside of rollouts
@@ -67,17 +68,11 @@ class SavedConversations:
 
 def _size(value: Any) -> int:
     """Return the approximate size of a JSON value in memory, in bytes."""
-    total, left = 0, [value]
-    while left:
-        item = left.pop()
+    total = 0
+    for item in json_items(value):
         total += 56
-        if isinstance(item, str | bytes):
-            total += len(item)
-        elif isinstance(item, Mapping):
+        if isinstance(item, dict):
             total += 100 * len(item)
-            left += item.keys()
-            left += item.values()
-        elif isinstance(item, list | tuple):
-            total += 8 * len(item)
-            left += item
+        elif isinstance(item, str | list | tuple):
+            total += len(item) * (1 if isinstance(item, str) else 8)
     return total

@@ -12,9 +12,10 @@ from aiohttp import web
 
 from lightning_jax.errors import brief
 from lightning_jax.gateway.calls.offload import INLINE_BYTES, FairQueue, dump_json
-from lightning_jax.gateway.calls.proxy import ProxiedCall, pass_on
-from lightning_jax.gateway.calls.responder import Prepared
-from lightning_jax.gateway.calls.routing import Route, read_traits
+from lightning_jax.gateway.calls.record import IncomingCall
+from lightning_jax.gateway.calls.remote import ProxiedCall, pass_on
+from lightning_jax.gateway.calls.routing import Route
+from lightning_jax.gateway.dialects.all import read_traits
 from lightning_jax.gateway.dialects.base import Dialect, Dump, Event, Framing, Reply, Sender
 from lightning_jax.gateway.errors import ApiError, our_fault
 from lightning_jax.gateway.fields import Body
@@ -22,10 +23,8 @@ from lightning_jax.gateway.http.auth import Callers
 from lightning_jax.gateway.http.server import Bodies, refusal
 from lightning_jax.gateway.metrics import HUNG_UP
 from lightning_jax.gateway.request import is_accepted, is_policy
-from lightning_jax.gateway.sessions.feedback import Reports
 from lightning_jax.gateway.sessions.open_rollouts import HandledCall
 from lightning_jax.gateway.sessions.running_calls import RunningCall, identity_of, is_repetition
-from lightning_jax.gateway.sessions.waits import counted_for
 from lightning_jax.system.descriptors import lacks_resources
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class EventStream:
         self._request = request
         self._framing = framing
         self._separator = framing.begin
-        self._num_framed = 0
+        self._num_events = 0
         self._held = b""
         self._num_unpaused = 0  # bytes written since others could run
         self.response = web.StreamResponse(
@@ -57,7 +56,10 @@ class EventStream:
     def hold(self, events: Iterable[Event], dump: Dump = json.dumps) -> None:
         """Buffer the events and send them with the next ones, or at the end."""
         for event in events:
-            self._held += self._separator + self._framing.frame(self._number(event), dump)
+            if self._framing.numbered:
+                event["sequence_number"] = self._num_events
+                self._num_events += 1
+            self._held += self._separator + self._framing.frame(event, dump)
             self._separator = self._framing.between
 
     async def send(self, events: Iterable[Event]) -> None:
@@ -97,22 +99,15 @@ class EventStream:
                 self._num_unpaused = 0
                 await asyncio.sleep(0)
 
-    def _number(self, event: Event) -> Event:
-        if not self._framing.numbered:
-            return event
-        self._num_framed += 1
-        return Event({**event.data, "sequence_number": self._num_framed - 1}, event.name)
-
 
 class CallHandler:
     """Handler that answers calls in every dialect."""
 
-    def __init__(self, callers: Callers, reports: Reports, bodies: Bodies) -> None:
+    def __init__(self, callers: Callers, bodies: Bodies) -> None:
         self._callers = callers
         self._routing = callers.routing
-        self._meters = callers.responder.meters
-        self._responder = callers.responder
-        self._reports = reports
+        self._recorder = callers.responder.recorder
+        self._meters = self._recorder.meters
         self._bodies = bodies
         self._turns = FairQueue()
         self._has_noted_model = False
@@ -135,8 +130,7 @@ class CallHandler:
                 rollout = self._callers.admit(request, dialect)
                 call = HandledCall(request, rollout)
                 counted = rollout.counted(call) if rollout else contextlib.nullcontext()
-                waits = rollout.waits if rollout else None
-                with counted, counted_for(waits), _our_fault(call):
+                with counted, _our_fault(call):
                     response = await self._answer(dialect, call, stream)
                 outcome.status = response.status
                 return response
@@ -146,7 +140,7 @@ class CallHandler:
                 if not stream.is_open:
                     return refusal(dialect, error)
                 with contextlib.suppress(ConnectionError):
-                    await stream.fail(dialect.error_event(error))
+                    await stream.fail((dialect.error_event or dialect.error)(error))
             except ConnectionError:  # the client disconnected
                 if not stream.is_open:
                     raise
@@ -170,22 +164,27 @@ class CallHandler:
             return await self._pass_on(dialect, call, route, body, len(raw))
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)
-        parsed, make_reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
-        self._note_model(parsed.model, sender)
-        prepared = await self._responder.prepare(parsed, rollout, len(raw))
-        running = call.running = self._start(call, route, prepared)
+        reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
+        self._note_model(reply.request.model, sender)
+        incoming = IncomingCall(
+            rollout=rollout,
+            route=route,
+            request=reply.request,
+            headers=request.headers,
+            num_bytes=len(raw),
+        )
+        running = call.running = self._find(call) or self._start(call, incoming)
 
         def keep() -> bool:
             # A client does not retry a response that it has begun to read.
             return rollout is not None and not stream.is_open and call.will_be_sent_again
 
         with running.listen(keep):
-            reply = make_reply(running.context)
-            repeated = len(raw) if reply.repeats_request else 0
-            if parsed.stream:
-                return await self._stream(running, reply, stream, repeated)
+            if reply.request.stream:
+                return await self._stream(running, reply, stream, len(raw))
             answers = await running.answers()
-            num_bytes = reply.num_bytes(answers) + repeated
+            reply.begin(running.context)
+            num_bytes = reply.num_bytes(answers, len(raw))
             dump = _dump(num_bytes)
             text = await self._bodies.offload.run(
                 num_bytes, lambda: dump(reply.body(answers)).encode()
@@ -195,16 +194,16 @@ class CallHandler:
             return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
-        self, running: RunningCall, reply: Reply, stream: EventStream, repeated: int
+        self, running: RunningCall, reply: Reply, stream: EventStream, request_bytes: int
     ) -> web.StreamResponse:
-        """Answer in events. Each whole response among them repeats a request of so many bytes."""
         await running.accepted()
+        reply.begin(running.context)
         await stream.open()  # the status says that the call was accepted; the rest waits
-        await self._hold(stream, reply.num_bytes(()) + repeated, reply.opening)
+        await self._hold(stream, reply.num_bytes((), request_bytes), reply.opening)
         async for delta in running.deltas():
             await stream.send(reply.delta(delta))
         answers = await running.answers()
-        num_bytes = reply.num_bytes(answers) + repeated
+        num_bytes = reply.num_bytes(answers, request_bytes)
         await self._hold(stream, num_bytes, lambda: reply.ending(answers))
         return await stream.close()
 
@@ -227,19 +226,22 @@ class CallHandler:
                 extra={"event": "model_substituted", "model": model},
             )
 
-    def _start(self, call: HandledCall, route: Route, prepared: Prepared) -> RunningCall:
-        """Return the running call that the request repeats, or start a new one."""
-        rollout, headers = call.rollout, call.request.headers
-        if rollout and is_repetition(headers) and (running := rollout.calls.find(call.identity)):
-            self._meters.count("joined_calls")
-            return running
-        self._routing.check(route)
-        span = self._reports.begin(headers, rollout)
-        running = self._responder.start(prepared, rollout, span, route)
+    def _find(self, call: HandledCall) -> RunningCall | None:
+        """Return the running call that the request repeats, or None if it is a new one."""
+        if call.rollout is None or not is_repetition(call.request.headers):
+            return None
+        running = call.rollout.calls.find(call.identity)
+        self._meters.count("joined_calls", int(running is not None))
+        return running
+
+    def _start(self, call: HandledCall, incoming: IncomingCall) -> RunningCall:
+        """Start a call, so that requests that repeat it can join it at once."""
+        self._routing.check(incoming.route)
+        running = self._callers.responder.start(incoming)
         self.working.add(running.task)
         running.task.add_done_callback(self.working.discard)
-        if rollout:
-            rollout.calls.add(call.identity, running)
+        if call.rollout:
+            call.rollout.calls.add(call.identity, running)
         return running
 
     async def _pass_on(
@@ -251,15 +253,14 @@ class CallHandler:
             body = body | {"model": served_model}
         dump = partial(dump_json, ensure_ascii=False)
         proxied = ProxiedCall(
-            await self._bodies.offload.run(num_bytes, dump, body),
-            route,
-            rollout.settings.rollout_id if rollout else None,
-            rollout.settings.call_timeout_s if rollout else None,
-            span=self._reports.begin(request.headers, rollout),
+            rollout=rollout,
+            route=route,
+            sent=await self._bodies.offload.run(num_bytes, dump, body),
+            span=self._recorder.begin(request.headers, rollout),
             dialect=dialect.name,
             model_in_path=model_in_path,
         )
-        return await pass_on(call, proxied, self._callers.responder.store)
+        return await pass_on(call, proxied, self._recorder)
 
 
 @contextlib.contextmanager

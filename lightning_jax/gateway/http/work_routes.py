@@ -22,7 +22,7 @@ from aiohttp import web
 
 from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import Fields, read
+from lightning_jax.gateway.fields import Fields
 from lightning_jax.gateway.http.auth import Callers
 from lightning_jax.gateway.http.server import Bodies
 from lightning_jax.gateway.sessions.leases import LeaseQueue
@@ -100,9 +100,9 @@ class WorkRoutes:
         fields = await self._read(request, EndFields)
         rollout = self._callers.rollout_of(request)  # again: it may have ended in the meantime
         assert rollout is not None, "the path holds a rollout"
-        ended = await self._outside().end(rollout.settings.rollout_id, fields)
+        result = await self._outside().end(rollout.settings.rollout_id, fields)
         names = ("rollout_id", "status", "reward", "reason")
-        return web.json_response({name: getattr(ended, name) for name in names})
+        return web.json_response({name: getattr(result, name) for name in names})
 
     async def _read_of_worker(self, request: web.Request, kind: type[F]) -> F:
         """Return the fields of a worker's body. Raise ApiError if there is no work for workers."""
@@ -115,10 +115,10 @@ class WorkRoutes:
                 "this server has no work for workers; set agent.workers or agent.remote_workers "
                 "in its run.",
             )
-        return read(kind, body)
+        return kind.read(body)
 
     async def _read(self, request: web.Request, kind: type[F]) -> F:
-        return read(kind, await self._bodies.read_json(request))
+        return kind.read(await self._bodies.read_json(request))
 
     def _outside(self) -> ExternalRollouts:
         if self._work.outside is None:

@@ -44,20 +44,20 @@ def parse_calls(
 def _call(value: Any) -> tuple[str, str] | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the object as a JSON string
-        arguments = read_arguments(arguments.strip() or "{}")
-    if arguments is None:
-        arguments = {}
+    arguments = read_arguments(value.get("arguments", value.get("parameters", {})))
     text = _as_json(arguments) if isinstance(arguments, dict) else None
     return None if text is None else (value["name"], text)
 
 
-def read_arguments(text: str) -> Any:
-    """Return the value of JSON text, or the text itself if it cannot be used.
+def read_arguments(arguments: Any) -> Any:
+    """Return a call's arguments as a value. Null and an empty text are none.
 
-    It cannot if it is not JSON, nests too deep, or has more than MAX_VALUES names and values.
+    Some models and clients write the value as JSON text. The text itself is returned if it is not
+    JSON, nests too deep, or has more than MAX_VALUES names and values, as one that was cut off.
     """
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    text = arguments.strip() or "{}"
     # A lone surrogate cannot be encoded, and does not matter for the count.
     if len(text) > MAX_VALUES and has_more_values(text.encode(errors="replace"), MAX_VALUES):
         return text
@@ -65,7 +65,9 @@ def read_arguments(text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return text if is_deep(value) else value
+    if is_deep(value):
+        return text
+    return {} if value is None else value
 
 
 def _as_json(arguments: dict[str, Any]) -> str | None:
@@ -136,3 +138,40 @@ class JsonStrings:
             self._at = min(end + 1, place)
             self._is_open ^= end < place
         return self._is_open
+
+
+class ObjectScanner:
+    """Scanner of one JSON object that grows, and of the brace that closes the call around it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._is_whole = False  # the call's own brace is not there yet
+        self.done = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return the next text of the object, and the text after the call."""
+        end = 0
+        for index, character in enumerate(text, 1):
+            if not self._is_whole:
+                self._read(character)
+                self._is_whole, end = self._depth == 0, index
+            elif character == "}":
+                self.done = True
+                return text[:end], text[index:]
+        return text[:end], ""
+
+    def _read(self, character: str) -> None:
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._in_string = False
+        elif character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1

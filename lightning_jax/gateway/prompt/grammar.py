@@ -13,6 +13,7 @@ from lightning_jax.engine.grammar.compiler import (
     sequence,
 )
 from lightning_jax.gateway.errors import invalid
+from lightning_jax.gateway.fields import json_items
 from lightning_jax.gateway.prompt.tool_formats import ToolFormat
 from lightning_jax.gateway.request import Function, PolicyRequest
 from lightning_jax.models.tokenizer import Tokenizer
@@ -59,24 +60,15 @@ def check_size(request: PolicyRequest, max_kib: int) -> None:
 
 def _is_longer(value: Any, most: int) -> bool:
     """Return whether the value has more than about `most` characters or parts as JSON."""
-    left = [value]
-    while left and most >= 0:
-        item = left.pop()
+    for item in json_items(value):
         most -= 2
-        if isinstance(item, dict):
-            most -= len(item)
-            if most >= 0:
-                most -= sum(map(len, item))
-                left += item.values()
-        elif isinstance(item, list | tuple):
-            most -= len(item)
-            if most >= 0:
-                left += item
-        elif isinstance(item, str):
+        if isinstance(item, dict | list | tuple | str):
             most -= len(item)
         elif isinstance(item, int):
             most -= item.bit_length() // 4
-    return most < 0
+        if most < 0:
+            return True
+    return False
 
 
 def grammar_of(request: PolicyRequest, form: ToolFormat, tokenizer: Tokenizer) -> str | None:

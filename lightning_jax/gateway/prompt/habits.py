@@ -105,6 +105,14 @@ def _result(number: int) -> Message:
     return {"role": "tool", "tool_call_id": f"call_{number}", "content": f"result-{number}"}
 
 
+def _ways(writing: Writing, **options: tuple[Any, ...]) -> list[Writing]:
+    """Return the writing with each combination of options. Those of the last one change first."""
+    return [
+        replace(writing, **dict(zip(options, values, strict=True)))
+        for values in itertools.product(*options.values())
+    ]
+
+
 class _Trial:
     """Trial of a template, one ability after the other."""
 
@@ -114,41 +122,22 @@ class _Trial:
 
     def writing(self) -> Writing:
         """Return how to write what the template takes."""
-        best = AS_IT_IS
-        best = self._first(
-            "system messages",
-            [replace(best, system=system) for system in ("role", "user")],
-            [_SYSTEM, _USER],
-        )
-        best = self._first(
-            "neighbouring messages of the user",
-            [replace(best, merged=merged) for merged in (False, True)],
-            [_USER, _NEXT],
-        )
-        best = self._first(
-            "tools",
-            [replace(best, offers=offers) for offers in ("template", "system", "text")],
-            [_USER],
-            _TOOLS,
-        )
-        by_template = (
-            ()
-            if best.offers == "text"
-            else itertools.product(("tool", "user"), (False, True), ("objects", "strings"))
-        )
-        tries = [
-            replace(best, results=results, short_ids=short, calls=calls)
-            for results, short, calls in by_template
-        ]
+        best, results = AS_IT_IS, ("tool", "user")
+        ways = _ways(best, system=("role", "user"))
+        best = self._first("system messages", ways, [_SYSTEM, _USER])
+        ways = _ways(best, merged=(False, True))
+        best = self._first("neighbouring messages of the user", ways, [_USER, _NEXT])
+        ways = _ways(best, offers=("template", "system", "text"))
+        best = self._first("tools", ways, [_USER], _TOOLS)
         # The model reads how to call from the offer. So calls are text where offers are.
-        tries += [replace(best, results=results, calls="text") for results in ("tool", "user")]
-        best = self._first("calls", tries, [_USER, _asked(1), _result(1)], _TOOLS)
-        return self._first(
-            "several calls",
-            [replace(best, one_call=one_call) for one_call in (False, True)],
-            [_USER, _asked(1, 2), _result(1), _result(2)],
-            _TOOLS,
-        )
+        ways = _ways(best, results=results, calls=("text",))
+        if best.offers != "text":
+            by_template = {"short_ids": (False, True), "calls": ("objects", "strings")}
+            ways = [*_ways(best, results=results, **by_template), *ways]
+        best = self._first("calls", ways, [_USER, _asked(1), _result(1)], _TOOLS)
+        ways = _ways(best, one_call=(False, True))
+        messages = [_USER, _asked(1, 2), _result(1), _result(2)]
+        return self._first("several calls", ways, messages, _TOOLS)
 
     def _first(
         self, what: str, ways: Sequence[Writing], messages: Sequence[Message], tools: Tools = None

@@ -88,11 +88,7 @@ def _tool_calls(calls: Any, where: str) -> list[Message]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             problem = "is malformed; expected a list of named function calls."
             raise _invalid(f"{where}.tool_calls", problem, "malformed")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):  # a call that was cut at the token limit stays text
-            arguments = read_arguments(arguments.strip() or "{}")
-        if arguments is None:  # some clients write none as null or as ""
-            arguments = {}
+        arguments = read_arguments(function.get("arguments"))
         plain = {"name": function["name"], "arguments": arguments}
         normalized.append({"id": call.get("id"), "type": "function", "function": plain})
     return normalized

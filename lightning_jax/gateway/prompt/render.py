@@ -21,7 +21,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,17 +39,22 @@ _INDEX = re.compile("([0-9]+)@@")  # of a replayed message, after the mark
 
 
 @dataclass(frozen=True)
-class Generated:
-    """One sampled response: its prompt ids and its own ids.
+class Rendered:
+    """Rendered prompt, with the number of replayed responses and breaks."""
 
-    `history` is the digest of the request that it answered (`Rendered.history`). `path` is the
-    digest of its prompt ids (`Rendered.path`), computed on demand if "".
-    """
-
-    prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    history: str = ""
-    path: str = ""
+    replayed: int  # messages rendered with their sampled ids
+    breaks: int  # 1 if the last replayed response's path is not a prefix of this prompt, else 0
+    history: str = ""  # digest of the messages, the tools and the template's variables
+    path: str = ""  # digest of the token ids
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One sampled response to a rendered prompt."""
+
+    prompt: Rendered
+    token_ids: tuple[int, ...]
 
 
 @dataclass
@@ -65,9 +70,8 @@ class Recalled:
 
     def add(self, generated: Generated) -> None:
         """Add a response as the newest."""
-        self.newest = self.by_history[generated.history] = generated
-        path = generated.path or _Path(generated.prompt_ids).digest
-        self.by_path[path] = generated
+        prompt = generated.prompt
+        self.newest = self.by_history[prompt.history] = self.by_path[prompt.path] = generated
 
 
 class ConversationMemory:
@@ -84,7 +88,7 @@ class ConversationMemory:
         """
         plain = normalize_message(message, "response")
         if _fingerprint(plain):
-            self._answered.add(generated.history)
+            self._answered.add(generated.prompt.history)
         keys = {_fingerprint(plain), _fingerprint(_without_call_ids(plain))}
         for key in keys if generated.token_ids else ():
             if key:
@@ -132,17 +136,6 @@ def _without_call_ids(message: Message) -> Message:
     return message | {"tool_calls": [c | {"id": None} for c in calls]} if calls else message
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """Rendered prompt, with the number of replayed responses and breaks."""
-
-    token_ids: tuple[int, ...]
-    replayed: int  # messages rendered with their sampled ids
-    breaks: int  # 1 if the last replayed response's path is not a prefix of this prompt, else 0
-    history: str = ""  # digest of the messages, the tools and the template's variables
-    path: str = ""  # digest of the token ids
-
-
 def render_prompt(
     messages: Sequence[Any],
     tools: Tools,
@@ -172,8 +165,11 @@ def render_prompt(
     # No text in the prompt contains these marks, because they have a hash of everything in it.
     shield = Shield(f"@@{digests[-1]}+", tokenizer, form)
     turns, offers = shield.messages(plain), shield.tools(tools)
-    view = _View(tokenizer, offers, form, kwargs, shield if shield.hidden else None)
-    pieces, marked = _pieces(turns, view, tuple(replies), f"@@{digests[-1]}-")
+
+    def write(messages: Sequence[Message]) -> str:
+        return template_text(messages, offers, tokenizer, form, kwargs)
+
+    pieces, marked = _pieces(turns, write, tuple(replies), f"@@{digests[-1]}-")
     base = _resumed(replies, digests)
     if base is None or base[0] not in marked:  # or the template drops that message
         start, recorded = 0, None
@@ -182,7 +178,7 @@ def render_prompt(
     rest = pieces[start + (recorded is not None) :]
     check_length([shield.restored(piece) for piece in rest], tokenizer, max_len)
     candidates = [replies[index] for index in marked[start:]]
-    path, extends = _splice(pieces[start:], candidates, recorded, view)
+    path, extends = _splice(pieces[start:], candidates, recorded, shield.encode, tokenizer)
     replayed = set(marked) | {index for index in replies if base and recorded and index < base[0]}
     # A response that comes back as another text starts a new path, as one that is dropped does.
     edited = memory is not None and any(
@@ -202,27 +198,6 @@ def check_length(pieces: Sequence[str], tokenizer: Tokenizer, max_len: int | Non
     num_bytes = sum(len(piece) for piece in pieces)  # characters, a lower bound for bytes
     if (fewest := -(-num_bytes // longest)) >= max_len:
         raise PromptTooLong(fewest, max_len, at_least=True)
-
-
-@dataclass(frozen=True)
-class _View:
-    """Conversion of messages to text, and of text to ids."""
-
-    tokenizer: Tokenizer
-    tools: Tools
-    form: ToolFormat
-    kwargs: Mapping[str, Any] | None = None
-    shield: Shield | None = None
-
-    def text(self, messages: Sequence[Message]) -> str:
-        """Return the template's text, of which no message and no tool is lost."""
-        return template_text(messages, self.tools, self.tokenizer, self.form, self.kwargs)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a piece of the template's text."""
-        if self.shield is None:
-            return self.tokenizer.encode(text)
-        return self.shield.encode(text)
 
 
 def _digests(
@@ -252,7 +227,10 @@ def _resumed(
 
 
 def _pieces(
-    messages: list[Message], view: _View, replayed: tuple[int, ...], mark: str
+    messages: list[Message],
+    write: Callable[[Sequence[Message]], str],
+    replayed: tuple[int, ...],
+    mark: str,
 ) -> tuple[list[str], list[int]]:
     """Return the rendered text cut at the replayed messages, and the indices of those messages.
 
@@ -264,12 +242,12 @@ def _pieces(
         {"role": message["role"], "content": f"{mark}{index}@@"} if index in indices else message
         for index, message in enumerate(messages)
     ]
-    text = view.text(marked)
+    text = write(marked)
     marks = list(_marks(text, mark))
     counts = Counter(int(match[1]) for match in marks)
     if not all(counts[index] == 1 for index in replayed):
         once = tuple(index for index in replayed if counts[index] == 1)
-        return _pieces(messages, view, once, mark)
+        return _pieces(messages, write, once, mark)
     starts = [0, *(match.end() for match in marks)]
     ends = [*(match.start() - len(mark) for match in marks), len(text)]
     pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -307,21 +285,22 @@ def _splice(
     pieces: Sequence[str],
     candidates: Sequence[Recalled],
     base: Generated | None,
-    view: _View,
+    encode: Callable[[str], list[int]],
+    tokenizer: Tokenizer,
 ) -> tuple[_Path, bool]:
     """Return the pieces' ids with the recorded ids between them, and whether the path was kept.
 
     It was not kept if the last recorded response was sampled after other ids. If there is a base,
     its prompt replaces the first piece.
     """
-    path = _Path(view.encode(pieces[0]) if base is None else base.prompt_ids)
+    path = _Path(encode(pieces[0]) if base is None else base.prompt.token_ids)
     extends = True
     for index, (candidate, piece) in enumerate(zip(candidates, pieces[1:], strict=True)):
         # The same text may have been sampled as different ids. Prefer those sampled on this path.
         here = base if base and index == 0 else candidate.by_path.get(path.digest)
         chosen, extends = here or candidate.newest, here is not None
         path.extend(chosen.token_ids)
-        path.extend(_tail(chosen.token_ids[-1], view.encode(piece), view.tokenizer))
+        path.extend(_tail(chosen.token_ids[-1], encode(piece), tokenizer))
     return path, extends
 
 

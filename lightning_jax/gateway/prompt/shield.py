@@ -86,10 +86,10 @@ class Shield:
         if self._mark not in text:
             return encode(text)
         assert self._special is not None, "there are marks, so there are special tokens"
-        ids, at = [], 0
+        ids, start = [], 0
         for match in [*self._special.finditer(text), None]:
             begin, end = match.span() if match else (len(text), len(text))
-            ids += encode(self.restored(text[at:begin]), special=False)
+            ids += encode(self.restored(text[start:begin]), special=False)
             ids += encode(text[begin:end])
-            at = end
+            start = end
         return ids

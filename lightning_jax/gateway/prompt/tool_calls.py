@@ -23,7 +23,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_jax.gateway.prompt.call_syntax import JsonStrings, parse_calls
+from lightning_jax.gateway.prompt.call_syntax import JsonStrings, ObjectScanner, parse_calls
 from lightning_jax.gateway.prompt.tool_formats import THOUGHT_MARKS, ToolFormat
 
 
@@ -100,7 +100,7 @@ class ToolCallParser:
         self._line_starts = True  # only blanks were emitted since the line or the answer began
         self._after_call = False  # nothing was emitted since the last call
         self._count = 0
-        self._stream: _ArgumentsStream | None = None
+        self._stream: ObjectScanner | None = None
         self.malformed = 0
 
     def push(self, text: str) -> list[Piece]:
@@ -120,7 +120,7 @@ class ToolCallParser:
         text, self._held, inside, self._inside = self._held, "", self._inside, False
         self._sought = 0
         if self._stream:
-            yield from self._stream.push(text)[0]
+            yield from self._arguments(self._stream.push(text)[0])
         elif self._guaranteed:
             if self._begin.startswith(text) or self._end.startswith(_TAIL.sub("", text)):
                 return  # part of the marks
@@ -242,14 +242,17 @@ class ToolCallParser:
                 self._skip_tail()
                 return
             yield CallStart(self._count, json.loads(head[1]))
-            self._stream = _ArgumentsStream(self._count)
+            self._stream = ObjectScanner()
             self._count += 1
             self._held, self._lead = self._held[head.end() :], ""
-        pieces, rest = self._stream.push(self._held)
-        yield from pieces
-        self._held = rest
+        arguments, self._held = self._stream.push(self._held)
+        yield from self._arguments(arguments)
         if self._stream.done:
             self._stream, self._after_call = None, True
+
+    def _arguments(self, text: str) -> Iterator[Piece]:
+        if text:
+            yield CallArguments(self._count - 1, text)
 
     def _skip_tail(self) -> None:
         """Skip the closing mark of a guaranteed call, or of a list of them."""
@@ -323,51 +326,6 @@ def _without_fence(text: str) -> str:
 _HEAD = re.compile(
     r'[\s,;\[]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-
-
-class _ArgumentsStream:
-    """Scanner that emits one JSON object and drops the brace that closes the call around it."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._depth = 0
-        self._in_string = self._escaped = False
-        self._whole = False  # the arguments are complete, but the call's own brace is not there yet
-        self.done = False
-
-    def push(self, text: str) -> tuple[list[Piece], str]:
-        """Return (pieces, text after the call)."""
-        end = len(text)
-        for at, character in enumerate(text):
-            if self._whole:
-                if character == "}":
-                    self.done = True
-                    return [], text[at + 1 :]
-                continue
-            self._read(character)
-            if self._depth == 0:
-                self._whole, end = True, at + 1
-                _, rest = self.push(text[end:])
-                return self._pieces(text[:end]), rest
-        return ([] if self._whole else self._pieces(text[:end])), ""
-
-    def _pieces(self, text: str) -> list[Piece]:
-        return [CallArguments(self._index, text)] if text else []
-
-    def _read(self, character: str) -> None:
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._in_string = False
-        elif character == '"':
-            self._in_string = True
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -1,5 +1,6 @@
 """Formats of tool calls by model family, as data."""
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ THOUGHT_MARKS = (
 FORMATS = {form.name: form for form in (HERMES, SMOLLM, LLAMA3)}
 
 
+@functools.lru_cache(maxsize=32)
 def mark_ids(form: ToolFormat | None, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the special tokens that are marks of thoughts, or of a format's calls.
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from lightning_jax.gateway.prompt.tool_formats import THOUGHT_MARKS, ToolFormat
@@ -145,17 +146,12 @@ def _arguments_as_text(message: Message) -> Message:
 
 def _results_of_the_user(messages: Iterable[Message]) -> Iterator[Message]:
     """Yield the messages, with neighbouring results of tools as one message of the user."""
-    results: list[str] = []
-    for message in messages:
-        if message["role"] == "tool":
-            results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
-            continue
-        if results:
+    for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if is_result:
+            results = [f"<tool_response>\n{m['content']}\n</tool_response>" for m in group]
             yield {"role": "user", "content": "\n".join(results)}
-            results = []
-        yield message
-    if results:
-        yield {"role": "user", "content": "\n".join(results)}
+        else:
+            yield from group
 
 
 def _with_offer(
@@ -191,12 +187,10 @@ def _without_system(messages: Sequence[Message], keep_first: bool) -> list[Messa
 
 def _merged(messages: Sequence[Message]) -> list[Message]:
     turns: list[Message] = []
-    for message in messages:
-        if turns and message["role"] == turns[-1]["role"] == "user":
-            text = _joined(turns[-1]["content"], message["content"])
-            turns[-1] = turns[-1] | {"content": text}
-        else:
-            turns.append(message)
+    for is_user, group in groupby(messages, lambda message: message["role"] == "user"):
+        same = list(group)
+        text = _joined(*(message["content"] for message in same))
+        turns += [same[0] | {"content": text}] if is_user else same
     return turns
 
 

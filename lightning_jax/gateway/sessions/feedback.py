@@ -1,21 +1,19 @@
-"""Other reports of agents: rewards, and spans of their own instrumentation."""
+"""Reports of agents: rewards, and spans of their own instrumentation."""
 
-import contextlib
 import logging
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_jax.errors import brief
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.fields import Body, Fields, Integer, read
+from lightning_jax.gateway.fields import Body, Fields, FiniteNumber, Integer
 from lightning_jax.gateway.metrics import Meters
 from lightning_jax.gateway.sessions.open_rollouts import AnsweredCall, OpenRollout
 from lightning_jax.gateway.sessions.owners import Owner, Owners
 from lightning_jax.gateway.sessions.waits import waiting_for_store
 from lightning_jax.traces import attributes
-from lightning_jax.traces.context import OpenSpan, SpanSink, parent_in
+from lightning_jax.traces.context import OpenSpan, SpanSink
 from lightning_jax.traces.otlp import MAX_SPAN_BYTES, MAX_SPANS, Export, stored_size
 from lightning_jax.types import Span
 
@@ -37,8 +35,9 @@ TOO_MANY_KEPT = "their rollout has reached rollout.max_spans or rollout.max_span
 
 
 class RewardFields(Fields):
-    """Rewarded call of a rollout, and the choice of it. Without a call, it is the whole rollout."""
+    """Reward for one choice of a call of a rollout, or without a call for the whole rollout."""
 
+    reward: FiniteNumber
     call: str | None = None
     choice: Integer | None = None
 
@@ -51,19 +50,6 @@ class Reports:
         self._owners = owners
         self._meters = meters
         self._has_warned = False  # of an ignored report
-
-    def begin(self, headers: Mapping[str, str], rollout: OpenRollout | None) -> OpenSpan:
-        """Begin the span of a call.
-
-        Its parent is the span that the traceparent names, else the rollout's root, else none. A
-        traceparent of another rollout is ignored and counted.
-        """
-        parent = parent_in(headers)
-        if rollout and (parent is None or not self._owners.claim(rollout.owner, parent[0])):
-            self._meters.count("ignored_traceparents", int(parent is not None))
-            parent = rollout.root.trace_id, rollout.root.span_id
-        sequence = self._store.next_sequence() if self._store else None
-        return OpenSpan(*parent, sequence) if parent else OpenSpan(sequence=sequence)
 
     async def add_spans(self, export: Export, owner: Owner | None) -> Counter[str]:
         """Record spans for `owner`, or if it is None, for the owners of the spans' traces.
@@ -95,21 +81,16 @@ class Reports:
     ) -> None:
         """Record the spans that the owner has room for; each comes with its size in bytes."""
         assert self._store is not None, "add_spans has refused all spans"
-        fitting: list[tuple[Span, int]] = []
-        for span, size in sized:
-            if owner.has_room(1, size):
-                owner.use(1, size)
-                fitting.append((span, size))
+        fitting = [(span, size) for span, size in sized if owner.reserve(size)]
         refused[TOO_MANY_KEPT] += len(sized) - len(fitting)
         for part in _parts(fitting):  # so that spans of calls can go in between
             spans = [span for span, _ in part]
             with waiting_for_store():
                 are_new, num_taken = await self._store.record_posted(owner.rollout_id, spans)
             refused[FOREIGN] += num_taken
-            sent_twice = [
-                size for (_, size), is_new in zip(part, are_new, strict=True) if not is_new
-            ]
-            owner.use(-len(sent_twice), -sum(sent_twice))
+            for (_, size), is_new in zip(part, are_new, strict=True):
+                if not is_new:  # it was sent twice
+                    owner.num_spans, owner.num_bytes = owner.num_spans - 1, owner.num_bytes - size
 
     def ignore_spans(self, export: Export, owner: Owner | None) -> Counter[str]:
         """Count spans that do not count. Return their number by reason, as `add_spans` does."""
@@ -139,10 +120,9 @@ class Reports:
         `{"reward": 0.5}` is for the rollout, and with `"call": ID` for one of its calls. Without
         `should_count`, it is ignored and counted as such. Raise ApiError if it is invalid.
         """
-        reward, limit = _finite(body), rollout.settings.max_abs_reward
+        rewarded, limit = RewardFields.read(body), rollout.settings.max_abs_reward
+        reward, call_id, choice = rewarded.reward, rewarded.call, rewarded.choice or 0
         check_size("reward", reward, limit)
-        rewarded = read(RewardFields, body)
-        call_id, choice = rewarded.call, rewarded.choice or 0
         rollout_id = rollout.settings.rollout_id
         if not should_count:
             self._ignore(rollout_id, "a reward")
@@ -158,18 +138,17 @@ class Reports:
                 "choice",
                 reason="out_of_range",
             )
-        known_id = call.call_id
-        total = rollout.call_rewards.get((known_id, choice), 0.0) + reward
+        call_id = call.call_id  # instead of "last"
+        total = rollout.call_rewards.get((call_id, choice), 0.0) + reward
         check_size("reward of the call", total, limit)
         values = {
             attributes.ROLLOUT_ID: rollout_id,
             attributes.REWARD: reward,
-            attributes.REWARD_CALL: known_id,
+            attributes.REWARD_CALL: call_id,
             attributes.REWARD_CHOICE: choice,
         }
         span = OpenSpan(call.span.trace_id, call.span.span_id).end("reward", values)
-        size = stored_size(span)
-        if not rollout.owner.has_room(1, size):
+        if not rollout.owner.reserve(stored_size(span)):
             raise ApiError(
                 413,
                 "too_many_spans",
@@ -178,11 +157,10 @@ class Reports:
                 f"({rollout.settings.max_spans_mib:g}); post fewer spans and rewards.",
             )
         assert self._store is not None, "a call is answered once its span is in the store"
-        rollout.owner.use(1, size)
-        rollout.call_rewards[known_id, choice] = total
+        rollout.call_rewards[call_id, choice] = total
         with waiting_for_store():
             await self._store.record(rollout_id, span)
-        return {"rollout": rollout_id, "call": known_id, "choice": choice, "reward": reward}
+        return {"rollout": rollout_id, "call": call_id, "choice": choice, "reward": reward}
 
 
 def _find_call(rollout: OpenRollout, call_id: str) -> AnsweredCall:
@@ -232,14 +210,3 @@ def _is_foreign(span: Span, owner: Owner, of_trace: Owner | None) -> bool:
     if of_trace is None or of_trace.root.trace_id != span.trace_id:
         return False
     return of_trace is not owner or of_trace.root.span_id == span.span_id
-
-
-def _finite(body: Body) -> float:
-    reward = body.get("reward")
-    if not isinstance(reward, bool) and isinstance(reward, int | float):
-        with contextlib.suppress(OverflowError):
-            if math.isfinite(reward):
-                return float(reward)
-    raise invalid(
-        f"reward is {brief(reward)}; expected a finite number.", "reward", reason="wrong_type"
-    )

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,16 +11,17 @@ from aiohttp import web
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue
+from lightning_jax.gateway.answer import Answer
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.prompt.render import ConversationMemory
+from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, Rendered
 from lightning_jax.gateway.sessions.owners import Owner, Owners
 from lightning_jax.gateway.sessions.running_calls import (
     RunningCall,
     RunningCalls,
     declared_timeout_s,
 )
-from lightning_jax.gateway.sessions.waits import Lost, Waits
+from lightning_jax.gateway.sessions.waits import Lost, Waits, counted_for
 from lightning_jax.traces.context import OpenSpan, SpanSink
 
 EXPIRE_S = 10.0  # for the engine to end the responses of a rollout that meets its deadline
@@ -175,7 +176,8 @@ class OpenRollout:
             raise _too_many("too_many_calls", f"{limit} calls", "max_calls_per_rollout")
         self.in_flight.add(task)
         try:
-            yield
+            with counted_for(self.waits):
+                yield
             if call.failure:
                 self.unanswered[call.identity] = call.failure
             else:
@@ -192,10 +194,14 @@ class OpenRollout:
             self.in_flight.discard(task)
             self.touched = time.monotonic()
 
-    def check_room(self, num_choices: int) -> None:
-        """Raise ApiError if this many more responses would exceed the rollout's limits."""
+    @contextmanager
+    def responses(self, number: int) -> Iterator[None]:
+        """Count responses as in flight, with or without a listener.
+
+        Raise ApiError if so many more would exceed the rollout's limits.
+        """
         limit = self.limits.max_choices_per_rollout
-        if self.choices_in_flight + num_choices > limit:
+        if self.choices_in_flight + number > limit:
             raise _too_many("too_many_choices", f"{limit} responses", "max_choices_per_rollout")
         limit = self.limits.max_tokens_per_rollout
         if self.num_tokens >= limit:
@@ -205,16 +211,25 @@ class OpenRollout:
                 f"this rollout has used {self.num_tokens} tokens, and "
                 f"serve.max_tokens_per_rollout is {limit}; end the rollout.",
             )
-
-    def began(self, call: RunningCall, num_choices: int) -> None:
-        """Count the call's responses as in flight until it ends, with or without a listener."""
-        self.choices_in_flight += num_choices
+        self.choices_in_flight += number
         self.most_choices = max(self.most_choices, self.choices_in_flight)
+        try:
+            yield
+        finally:
+            self.choices_in_flight -= number
 
-        def on_done(task: asyncio.Task) -> None:
-            self.choices_in_flight -= num_choices
+    def remember(self, call: AnsweredCall, answers: Sequence[Answer], prompt: Rendered) -> None:
+        """Remember an answered call: for rewards, and for later prompts that continue it.
 
-        call.task.add_done_callback(on_done)
+        `prompt` is the first prompt of its answers, whose tokens count once each.
+        """
+        self.answered[call.call_id] = call
+        self.num_tokens += sum(map(len, {answer.prompt_ids for answer in answers}))
+        for answer in answers:
+            sampled = answer.completion.token_ids
+            self.num_tokens += len(sampled)
+            if prompt.history:  # of messages
+                self.memory.add(answer.as_message(), Generated(prompt, sampled))
 
     def next_seed(self) -> int:
         """Return a seed for the next call, derived from the rollout's seed and the call's index."""

@@ -52,17 +52,12 @@ class Owner:
         """Return whether rewards and spans count that come with this token or key."""
         return _is_equal(secret, self.token) | _is_equal(secret, self.key)
 
-    def has_room(self, num_spans: int, num_bytes: int) -> bool:
-        """Return whether the record has room for this many more posted spans and bytes."""
-        return (
-            self.num_spans + num_spans <= self.max_spans
-            and self.num_bytes + num_bytes <= self.max_bytes
-        )
-
-    def use(self, num_spans: int, num_bytes: int) -> None:
-        """Count spans and bytes that were written to the record."""
-        self.num_spans += num_spans
-        self.num_bytes += num_bytes
+    def reserve(self, num_bytes: int) -> bool:
+        """Count a posted span if the record has room for it. Return whether it has."""
+        if self.num_spans >= self.max_spans or self.num_bytes + num_bytes > self.max_bytes:
+            return False
+        self.num_spans, self.num_bytes = self.num_spans + 1, self.num_bytes + num_bytes
+        return True
 
     @contextmanager
     def export(self) -> Iterator[None]:

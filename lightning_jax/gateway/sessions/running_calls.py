@@ -21,7 +21,7 @@ continues for RETRY_GRACE_S.
 import asyncio
 import hashlib
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,16 +34,17 @@ JOINABLE_S = 60.0
 TOKEN_BYTES = 1000  # memory for one token while its call is kept...
 ALTERNATIVE_BYTES = 110  # ...and for each alternative to it
 
-# Answers a call. Tells the running call when the engine has accepted it, and every piece.
+# Renders and answers a call. Tells the running call when the engine accepts it, and every piece.
 Work = Callable[["RunningCall"], Coroutine[Any, Any, tuple[Answer, ...]]]
 
 
 class RunningCall:
     """One call, from its start until no request may join it. Use it in one event loop only."""
 
-    def __init__(self, work: Work, context: ReplyContext) -> None:
-        self.context = context
-        self.was_accepted = False  # by the engine
+    context: ReplyContext  # once the engine has accepted it
+
+    def __init__(self, work: Work) -> None:
+        self.was_accepted = False
         self.given_up = False  # no request has its answer or waits for it
         self.num_bytes = 0  # approximate memory kept for requests that join
         self._deltas: list[Delta] = []
@@ -53,9 +54,9 @@ class RunningCall:
         self.task = asyncio.create_task(work(self))
         self.task.add_done_callback(self._on_done)
 
-    def accept(self) -> None:
+    def accept(self, context: ReplyContext) -> None:
         """Tell the listeners that the engine has accepted the call."""
-        self.was_accepted = True
+        self.context, self.was_accepted = context, True
         self._changed.set()
 
     def emit(self, delta: Delta) -> None:
@@ -146,7 +147,7 @@ class RunningCalls:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.num_forgotten = 0  # dropped for lack of room while a retry might still have come
-        self._calls: deque[tuple[str, RunningCall]] = deque()  # oldest first
+        self._calls: list[tuple[str, RunningCall]] = []  # oldest first
         self._failed: Counter[str] = Counter()  # failed calls that were not retried yet
 
     def find(self, identity: str) -> RunningCall | None:
@@ -164,19 +165,15 @@ class RunningCalls:
         self._forget()
 
     def _forget(self) -> None:
-        while self._calls and not self._calls[0][1].joinable():
-            self._calls.popleft()
-        kept = sum(call.num_bytes for _, call in self._calls if call.task.done())
-        if kept <= self._max_bytes:
-            return
-        remaining: deque[tuple[str, RunningCall]] = deque()
-        for identity, call in self._calls:
+        calls = [(identity, call) for identity, call in self._calls if call.joinable()]
+        kept = sum(call.num_bytes for _, call in calls if call.task.done())
+        self._calls = []
+        for identity, call in calls:
             if call.task.done() and kept > self._max_bytes:
                 kept -= call.num_bytes
                 self.num_forgotten += 1
             else:
-                remaining.append((identity, call))
-        self._calls = remaining
+                self._calls.append((identity, call))
 
     def _note(self, identity: str, task: asyncio.Task) -> None:
         if not task.cancelled() and task.exception() is not None:

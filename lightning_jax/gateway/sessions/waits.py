@@ -1,7 +1,7 @@
 """Responses of one rollout that wait or decode, and the time that it lost to waiting."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class Lost(NamedTuple):
 
 
 class Waits:
-    """Responses in flight by their time limits. Use it on one event loop.
+    """Responses in flight and other work for a rollout. Use it on one event loop.
 
     A response waits until its first token: for a slot, a compilation or its prompt's prefill. Time
     in which all responses in flight wait is lost to the rollout by no fault of its agent. Once one
@@ -41,9 +41,8 @@ class Waits:
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
-        self._waiting: set[object] = set()  # time limits of responses, and other work
-        self._working: set[object] = set()
-        self._decoding: dict[TimeLimit, asyncio.Task] = {}
+        self._waiting: set[object] = set()
+        self._active: dict[object, asyncio.Task | None] = {}  # with the task of a response
         self._past = Lost()
         self._since_s: float | None = None  # begin of the present loss
 
@@ -53,51 +52,40 @@ class Waits:
         more_s = 0.0 if self._since_s is None else self._now_s() - self._since_s
         return Lost(self._past.total_s + more_s, self._past.latest_s + more_s)
 
-    def add(self, responses: Sequence[TimeLimit]) -> None:
-        """Add responses that wait."""
-        self._waiting.update(responses)
+    def add(self, *items: object) -> None:
+        """Add what waits: responses by their time limits, or other work."""
+        self._waiting.update(items)
         self._measure()
 
-    def begin(self, response: TimeLimit, task: asyncio.Task) -> None:
-        """Note that a response has its first token. `task` ends once its call is recorded."""
-        self._waiting.discard(response)
-        self._decoding[response] = task
+    def begin(self, item: object, task: asyncio.Task | None = None) -> None:
+        """Note that an item no longer waits, unless it was removed.
+
+        A response has its first token. `task` is that of its call, which ends once it is recorded.
+        """
+        if item not in self._waiting:
+            return
+        self._waiting.discard(item)
+        self._active[item] = task
         self._measure()
-        self._past = self._past._replace(latest_s=0.0)
+        if task:
+            self._past = self._past._replace(latest_s=0.0)
 
-    def remove(self, responses: Sequence[TimeLimit]) -> None:
-        """Remove responses that have ended. Unknown ones are allowed."""
-        for response in responses:
-            self._waiting.discard(response)
-            self._decoding.pop(response, None)
-        self._measure()
-
-    def add_work(self, work: object) -> None:
-        """Add other work that waits."""
-        self._waiting.add(work)
-        self._measure()
-
-    def begin_work(self, work: object) -> None:
-        """Note that work no longer waits, unless it was removed."""
-        if work in self._waiting:
-            self._waiting.discard(work)
-            self._working.add(work)
-            self._measure()
-
-    def remove_work(self, work: object) -> None:
-        """Remove work that has ended. Unknown work is allowed."""
-        self._waiting.discard(work)
-        self._working.discard(work)
+    def remove(self, *items: object) -> None:
+        """Remove what has ended. Unknown items are allowed."""
+        for item in items:
+            self._waiting.discard(item)
+            self._active.pop(item, None)
         self._measure()
 
     def end_decoding(self) -> set[asyncio.Task]:
         """Let the responses that decode end with their next token. Return their calls' tasks."""
-        for response in self._decoding:
-            response.end()
-        return set(self._decoding.values())
+        for item in self._active:
+            if isinstance(item, TimeLimit):
+                item.end()
+        return {task for task in self._active.values() if task}
 
     def _measure(self) -> None:
-        is_lost = bool(self._waiting) and not self._decoding and not self._working
+        is_lost = bool(self._waiting) and not self._active
         if is_lost and self._since_s is None:
             self._since_s = self._now_s()
         elif not is_lost and self._since_s is not None:
@@ -127,9 +115,9 @@ def waiting_for_store() -> Iterator[None]:
         yield
         return
     work = object()
-    adding = asyncio.get_running_loop().call_later(PATIENCE_S, waits.add_work, work)
+    adding = asyncio.get_running_loop().call_later(PATIENCE_S, waits.add, work)
     try:
         yield
     finally:
         adding.cancel()
-        waits.remove_work(work)
+        waits.remove(work)

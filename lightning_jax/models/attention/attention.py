@@ -88,6 +88,7 @@ def attend_tree(
     return attend_masked(queries, keys, values, seen)
 
 
+@jax.custom_vjp
 def attend_blocks(
     queries: Float[Array, "B T H D"],
     keys: Float[Array, "B C K D"],
@@ -100,12 +101,7 @@ def attend_blocks(
     Each query must see at least one key. A TPU and a CUDA GPU use their own kernels (flash.py).
     Other platforms run a loop over blocks (blockwise.py).
     """
-    return _attend(queries, keys, values, index, ends)
-
-
-@jax.custom_vjp
-def _attend(*inputs: Array) -> Array:
-    return _attend_forward(*inputs)[0]
+    return _attend_forward(queries, keys, values, index, ends)[0]
 
 
 def _attend_forward(*inputs: Array) -> tuple[Array, tuple[Array, ...]]:
@@ -122,43 +118,33 @@ def _attend_backward(
     return queries, keys, values, None, None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-@functools.cache
-def _per_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a jitted `per_device` for a kernel, traced once for all layers of a model."""
-    return jax.jit(functools.partial(per_device, kernel))
+attend_blocks.defvjp(_attend_forward, _attend_backward)
 
 
 def _by_platform(loop: Callable[..., Any], tpu: Any, gpu: Any, *arrays: Any) -> Any:
     return jax.lax.platform_dependent(
         *arrays,
         cpu=functools.partial(loop, size=_CPU_BLOCK),
-        tpu=_per_device(tpu),
-        cuda=_per_device(gpu),
+        tpu=flash.per_device(tpu, partition_specs),
+        cuda=flash.per_device(gpu, partition_specs),
         default=functools.partial(loop, size=_DEFAULT_BLOCK),
     )
 
 
-def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
-    """Run a forward or backward kernel on each device for its rows and heads.
+def partition_specs(mesh: Any, *arrays: Any) -> tuple[Any, Any]:
+    """Return how a forward or backward kernel is split, by rows and heads, for `flash.per_device`.
 
     If `tensor` does not divide the key heads, each device computes all heads of its rows.
     """
     keys = arrays[1]
-
-    def partition_specs(mesh: Any) -> tuple[Any, Any]:
-        rows, heads = partition(("rows", "kv_heads"), (keys.shape[0], keys.shape[2]), mesh)
-        by_token = jax.P(rows, None, heads, None)
-        by_row = jax.P(rows, None)
-        by_head = jax.P(rows, heads, None, None)
-        inputs = (by_token, by_token, by_token, by_row, by_row, by_token, by_head, by_token)
-        is_forward = len(arrays) == 5
-        outputs = (by_token, by_head) if is_forward else (by_token, by_token, by_token)
-        return inputs[: len(arrays)], outputs
-
-    return flash.per_device(kernel, arrays, partition_specs)
+    rows, heads = partition(("rows", "kv_heads"), (keys.shape[0], keys.shape[2]), mesh)
+    by_token = jax.P(rows, None, heads, None)
+    by_row = jax.P(rows, None)
+    by_head = jax.P(rows, heads, None, None)
+    inputs = (by_token, by_token, by_token, by_row, by_row, by_token, by_head, by_token)
+    is_forward = len(arrays) == 5
+    outputs = (by_token, by_head) if is_forward else (by_token, by_token, by_token)
+    return inputs[: len(arrays)], outputs
 
 
 def attend_masked(

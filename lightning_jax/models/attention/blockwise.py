@@ -16,50 +16,65 @@ MASKED = -1e30  # finite, so that a query that sees no key gives finite numbers 
 ENDLESS = 2**30  # the end of a key that every later query sees
 
 
-class _Blocks(NamedTuple):
-    """Inputs [B K G T D] and [B K C D] padded to whole blocks, with the visible key blocks."""
+class Blocks(NamedTuple):
+    """Inputs by head, padded to whole blocks, and the block pairs that meet."""
 
-    queries: Any
-    keys: Any
-    values: Any
+    queries: Any  # [B K G T D], times D^-0.5
+    keys: Any  # [B K C D]
+    values: Any  # [B K C D]
     index: Any  # [B T]
     ends: Any  # [B C]
-    order: Any  # [T/size, C/size]: key blocks of each query block, visible ones first
-    count: Any  # [T/size]: number of visible key blocks
+    visible: Any  # [B T/size C/size]: True if any query of the block sees any key of the other
     size: int
 
 
-def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: int) -> _Blocks:
+def split_blocks(
+    queries: Any, keys: Any, values: Any, index: Any, ends: Any, sizes: tuple[int, ...]
+) -> Blocks:
+    """Split inputs [B T H D] and [B C K D] into blocks of the first of `sizes` that pads little."""
     kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
-    # A padded query sees key 0. No query sees a padded key.
-    index, ends = pad_to(index, size, 1), pad_to(ends, size, 1)
-    rows = index.shape[0]
-    lowest = index.reshape(rows, -1, size).min(axis=(0, 2))
-    highest = index.reshape(rows, -1, size).max(axis=(0, 2))
-    last_end = ends.reshape(rows, -1, size).max(axis=(0, 2))
-    first_key = jnp.arange(last_end.shape[0]) * size
-    visible = (first_key[None, :] <= highest[:, None]) & (lowest[:, None] < last_end[None, :])
-    return _Blocks(
+    longest = max(queries.shape[1], keys.shape[1])
+    size = next((s for s in sizes if -longest % s <= longest // 8), sizes[-1])
+    # A padded query sees the same keys as the last query, so it adds no blocks. No query sees a
+    # padded key.
+    index = jnp.pad(index, ((0, 0), (0, -index.shape[1] % size)), mode="edge")
+    ends = pad_to(ends, size, 1)
+    return Blocks(
         queries=pad_to(by_head(queries * scale, kv_heads), size, 3),
         keys=pad_to(keys.transpose(0, 2, 1, 3), size, 2),
         values=pad_to(values.transpose(0, 2, 1, 3), size, 2),
         index=index,
         ends=ends,
-        order=jnp.argsort(~visible, axis=1, stable=True),
-        count=visible.sum(axis=1),
+        visible=_visible_blocks(index, ends, size),
         size=size,
     )
 
 
+def _visible_blocks(index: Any, ends: Any, size: int) -> Any:
+    lowest = index.reshape(index.shape[0], -1, size).min(axis=2)
+    highest = index.reshape(index.shape[0], -1, size).max(axis=2)
+    last_end = ends.reshape(ends.shape[0], -1, size).max(axis=2)
+    first_key = jnp.arange(last_end.shape[1]) * size
+    reached = first_key[None, None, :] <= highest[:, :, None]
+    return reached & (lowest[:, :, None] < last_end[:, None, :])
+
+
+def _key_blocks(blocks: Blocks) -> tuple[Any, Any]:
+    """Return the key blocks of each query block, visible ones first, and their number."""
+    visible = blocks.visible.any(axis=0)
+    return jnp.argsort(~visible, axis=1, stable=True), visible.sum(axis=1)
+
+
 def forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: int) -> Any:
     """Return the output [B T H D] and the log-sum-exp [B K G T] of each query's scores."""
-    b = _split(queries, keys, values, index, ends, size)
+    b = split_blocks(queries, keys, values, index, ends, (size,))
+    order, count = _key_blocks(b)
     grouped = b.queries.shape[:3]
 
     def query_block(i: Any, carry: Any) -> Any:
         def key_block(t: Any, carry: Any) -> Any:
             top, total, out = carry
-            j = b.order[i, t]
+            j = order[i, t]
             scores = _scores(b, i, j)
             new_top = jnp.maximum(top, scores.max(axis=-1))
             weights, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
@@ -72,14 +87,14 @@ def forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: i
             jnp.zeros((*grouped, size), jnp.float32),
             jnp.zeros((*grouped, size, queries.shape[3]), jnp.float32),
         )
-        top, total, out = jax.lax.fori_loop(0, b.count[i], key_block, start)
+        top, total, out = jax.lax.fori_loop(0, count[i], key_block, start)
         outs, log_sums = carry
         out = (out / total[..., None]).astype(outs.dtype)
         return _put(outs, out, i, size, 3), _put(log_sums, top + jnp.log(total), i, size, 3)
 
     log_sums = jnp.zeros(b.queries.shape[:4], jnp.float32)
     carry = (jnp.zeros_like(b.queries), log_sums)
-    outs, log_sums = jax.lax.fori_loop(0, b.order.shape[0], query_block, carry)
+    outs, log_sums = jax.lax.fori_loop(0, order.shape[0], query_block, carry)
     length = queries.shape[1]
     return by_token(outs)[:, :length], log_sums[..., :length]
 
@@ -89,7 +104,8 @@ def backward(
 ) -> Any:
     """Return the gradients of queries, keys and values, recomputing weights from `log_sums`."""
     out, log_sums, out_grad = rest
-    b = _split(queries, keys, values, index, ends, size)
+    b = split_blocks(queries, keys, values, index, ends, (size,))
+    order, count = _key_blocks(b)
     kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
     out_grads = pad_to(by_head(out_grad, kv_heads), size, 3)
     # Softmax's gradient needs, for each query, sum_j weight_j * dweight_j = out . out_grad.
@@ -104,7 +120,7 @@ def backward(
 
         def key_block(t: Any, carry: Any) -> Any:
             query_grad, key_grads, value_grads = carry
-            j = b.order[i, t]
+            j = order[i, t]
             key, value = _cut(b.keys, j, size, 2), _cut(b.values, j, size, 2)
             weights = jnp.exp(_scores(b, i, j) - _cut(log_sums, i, size, 3)[..., None])
             weights_grad = _product("kmd,kcd->kmc", grad, value)
@@ -120,12 +136,12 @@ def backward(
 
         query_grads, key_grads, value_grads = carry
         start = (jnp.zeros(query.shape, jnp.float32), key_grads, value_grads)
-        query_grad, *rest = jax.lax.fori_loop(0, b.count[i], key_block, start)
+        query_grad, *rest = jax.lax.fori_loop(0, count[i], key_block, start)
         return _put(query_grads, query_grad, i, size, 3), *rest
 
     shapes = b.queries.shape, *(x.swapaxes(2, 3).shape for x in (b.keys, b.values))
     zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
-    grads = jax.lax.fori_loop(0, b.order.shape[0], query_block, zeros)
+    grads = jax.lax.fori_loop(0, order.shape[0], query_block, zeros)
     query_grads = by_token(grads[0])[:, : queries.shape[1]] * scale
     key_grads, value_grads = (x.transpose(0, 3, 1, 2)[:, : keys.shape[1]] for x in grads[1:])
     return (
@@ -135,7 +151,7 @@ def backward(
     )
 
 
-def _scores(b: _Blocks, i: Any, j: Any) -> Any:
+def _scores(b: Blocks, i: Any, j: Any) -> Any:
     """Return float32 scores [B K G size size] of query block i on key block j, MASKED if unseen."""
     scores = _product("kmd,kcd->kmc", _cut(b.queries, i, b.size, 3), _cut(b.keys, j, b.size, 2))
     index, ends = _cut(b.index, i, b.size, 1), _cut(b.ends, j, b.size, 1)

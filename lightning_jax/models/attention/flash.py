@@ -15,47 +15,14 @@ that see their trunk but not each other. Tokamax's masks have an end for each ke
 rejects such a mask, and its Triton kernel expands it to a T x T array.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lightning_jax.models.attention.blockwise import MASKED, by_head, pad_to
-
-
-class Blocks(NamedTuple):
-    """Inputs by head, padded to whole blocks, and the block pairs that meet."""
-
-    queries: Any  # [B K G T D], times D^-0.5
-    keys: Any  # [B K C D]
-    values: Any  # [B K C D]
-    index: Any  # [B T]
-    ends: Any  # [B C]
-    visible: Any  # [B T/size C/size]: True if any query of the block sees any key of the other
-    size: int
-
-
-def split(
-    queries: Any, keys: Any, values: Any, index: Any, ends: Any, sizes: tuple[int, ...]
-) -> Blocks:
-    """Split inputs [B T H D] and [B C K D] into blocks of the first of `sizes` that pads little."""
-    kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
-    longest = max(queries.shape[1], keys.shape[1])
-    size = next((s for s in sizes if -longest % s <= longest // 8), sizes[-1])
-    # A padded query sees the same keys as the last query, so it adds no blocks. No query sees a
-    # padded key.
-    index = jnp.pad(index, ((0, 0), (0, -index.shape[1] % size)), mode="edge")
-    ends = pad_to(ends, size, 1)
-    return Blocks(
-        queries=pad_to(by_head(queries * scale, kv_heads), size, 3),
-        keys=pad_to(keys.transpose(0, 2, 1, 3), size, 2),
-        values=pad_to(values.transpose(0, 2, 1, 3), size, 2),
-        index=index,
-        ends=ends,
-        visible=_visible_blocks(index, ends, size),
-        size=size,
-    )
+from lightning_jax.models.attention.blockwise import MASKED, Blocks, by_head, pad_to
 
 
 def split_gradient(blocks: Blocks, out: Any, log_sums: Any, out_grad: Any) -> tuple[Any, Any, Any]:
@@ -69,15 +36,6 @@ def split_gradient(blocks: Blocks, out: Any, log_sums: Any, out_grad: Any) -> tu
     inner = by_head(wide, kv_heads).sum(axis=-1)
     out_grads = pad_to(by_head(out_grad, kv_heads), size, 3)
     return out_grads, pad_to(log_sums, size, 3), pad_to(inner, size, 3)
-
-
-def _visible_blocks(index: Any, ends: Any, size: int) -> Any:
-    lowest = index.reshape(index.shape[0], -1, size).min(axis=2)
-    highest = index.reshape(index.shape[0], -1, size).max(axis=2)
-    last_end = ends.reshape(ends.shape[0], -1, size).max(axis=2)
-    first_key = jnp.arange(last_end.shape[1]) * size
-    reached = first_key[None, None, :] <= highest[:, :, None]
-    return reached & (lowest[:, :, None] < last_end[:, None, :])
 
 
 def masked_scores(
@@ -94,28 +52,36 @@ def masked_scores(
     return jnp.where((keys <= index) & (index < ends), scores, MASKED)
 
 
+@functools.cache
 def per_device(
-    kernel: Callable[..., Any],
-    arrays: Sequence[Any],
-    partition_specs: Callable[[Any], tuple[Any, Any]],
-) -> Any:
-    """Run a kernel on each device for its part of the arrays, and return the joint result.
+    kernel: Callable[..., Any], partition_specs: Callable[..., tuple[Any, Any]]
+) -> Callable[..., Any]:
+    """Return a function that runs a kernel on each device for its part of the arrays.
 
     A compiler that partitions a program does not partition a kernel. The mesh comes from the type
     of the arrays, where JAX keeps it for everything computed from sharded arrays. `partition_specs`
-    returns the specs of the arguments and of the results on that mesh.
+    takes the mesh and the arrays, and returns the specs of the arguments and of the results. The
+    function is jitted, so that it is traced once for all layers of a model.
     """
-    mesh = jax.typeof(arrays[0]).sharding.mesh
-    if mesh.empty or mesh.size == 1:
-        return kernel(*arrays)
-    inputs, outputs = partition_specs(mesh)
-    # A kernel does not declare along which mesh axes its results vary.
-    split = jax.shard_map(kernel, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-    return split(*arrays)
+
+    @jax.jit
+    def run(*arrays: Any) -> Any:
+        mesh = jax.typeof(arrays[0]).sharding.mesh
+        if mesh.empty or mesh.size == 1:
+            return kernel(*arrays)
+        inputs, outputs = partition_specs(mesh, *arrays)
+        # A kernel does not declare along which mesh axes its results vary.
+        options = {"mesh": mesh, "in_specs": inputs, "out_specs": outputs, "check_vma": False}
+        return jax.shard_map(kernel, **options)(*arrays)
+
+    return run
 
 
 class Sums(NamedTuple):
-    """State of the online softmax over the keys that some queries have met, in float32."""
+    """State of the online softmax over the keys that some queries have met, in float32.
+
+    The methods take M queries of one key head. The arrays may have axes before these.
+    """
 
     top: Any  # [M 1], the highest score
     total: Any  # [M 1], the sum of exp(score - top)

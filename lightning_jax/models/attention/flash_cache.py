@@ -9,7 +9,6 @@ they serve both decode and prefill.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from lightning_jax.models.attention import flash
 from lightning_jax.models.attention.blockwise import MASKED, pad_to
 from lightning_jax.models.attention.flash import Sums, product
 from lightning_jax.models.attention.flash_tpu import list_pairs, split_pair, step_of
@@ -44,19 +42,13 @@ def kernel_width(platform: str, head_dim: int) -> int:
     return head_dim
 
 
-def per_device(kernel: Callable[..., Any], *arrays: Any) -> Any:
-    """Run a kernel on each device of the arrays' mesh for its key heads, and return the result.
+def partition_specs(mesh: Any, *arrays: Any) -> tuple[Any, Any]:
+    """Return how a kernel is split, by key heads, for `flash.per_device`.
 
     If the mesh does not divide the key heads, each device computes all of them.
     """
-    kv_heads = arrays[1].shape[1]
-
-    def partition_specs(mesh: Any) -> tuple[Any, Any]:
-        heads = partition(("kv_heads",), (kv_heads,), mesh)
-        by_head = jax.P(None, *heads)
-        return (by_head, by_head, by_head, jax.P(), jax.P()), by_head
-
-    return flash.per_device(kernel, arrays, partition_specs)
+    by_head = jax.P(None, *partition(("kv_heads",), (arrays[1].shape[1],), mesh))
+    return (by_head, by_head, by_head, jax.P(), jax.P()), by_head
 
 
 def attend_gpu(

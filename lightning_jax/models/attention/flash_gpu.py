@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from lightning_jax.models.attention import flash
-from lightning_jax.models.attention.blockwise import by_token, pad_to
-from lightning_jax.models.attention.flash import Blocks, Sums
+from lightning_jax.models.attention.blockwise import Blocks, by_token, pad_to, split_blocks
+from lightning_jax.models.attention.flash import Sums
 
 _SIZES = (64, 32)  # rows of a block, for rows of up to 256 bytes and for longer ones
 _NARROWEST = 16  # smallest head size for tensor cores; Triton takes only powers of two
@@ -73,7 +73,7 @@ def backward(
 def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Blocks:
     width = max(_NARROWEST, pl.next_power_of_2(queries.shape[3]))
     size = _SIZES[width * keys.dtype.itemsize > 256]  # must fit a small GPU's shared memory
-    b = flash.split(queries, keys, values, index, ends, (size,))
+    b = split_blocks(queries, keys, values, index, ends, (size,))
     return b._replace(
         queries=pad_to(b.queries, width, 4),
         keys=pad_to(b.keys, width, 3),
@@ -151,12 +151,12 @@ def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
 def _forward_kernel(order: Any, count: Any, *refs: Any) -> None:
     index, ends, query, keys, values, out, log_sums = refs
     size, width = query.shape
-    rows, at = query[...], index[...][:, None]
+    rows, indices = query[...], index[...][:, None]
 
     def meet(step: Any, sums: Sums) -> Sums:
         first_key = order[step] * size
         block = pl.ds(first_key, size)
-        seen = at, ends[block][None, :]
+        seen = indices, ends[block][None, :]
         scores = flash.masked_scores(rows, keys[block, :], *seen, first_key, key_axis=1)
         return sums.add(scores, values[block, :])
 
@@ -168,14 +168,14 @@ def _forward_kernel(order: Any, count: Any, *refs: Any) -> None:
 def _query_kernel(order: Any, count: Any, *refs: Any, scale: float) -> None:
     index, ends, query, keys, values, out_grad, log_sums, inner, query_grad = refs
     size, width = query.shape
-    rows, at, grad = query[...], index[...][:, None], out_grad[...]
+    rows, indices, grad = query[...], index[...][:, None], out_grad[...]
     saved = log_sums[...][:, None], inner[...][:, None]
 
     def meet(step: Any, total: Any) -> Any:
         first_key = order[step] * size
         block = pl.ds(first_key, size)
         key, value = keys[block, :], values[block, :]
-        seen = at, ends[block][None, :]
+        seen = indices, ends[block][None, :]
         scores = flash.masked_scores(rows, key, *seen, first_key, key_axis=1)
         return total + flash.query_gradient(scores, key, value, grad, saved)
 
@@ -194,8 +194,8 @@ def _key_kernel(order: Any, count: Any, *refs: Any) -> None:
         def meet(step: Any, totals: Any) -> Any:
             block = pl.ds(order[step] * size, size)
             query, grad = queries[g, block, :], out_grads[g, block, :]
-            at = index[block][None, :]
-            scores = flash.masked_scores(rows, query, at, last, first_key, key_axis=0)
+            seen = index[block][None, :], last
+            scores = flash.masked_scores(rows, query, *seen, first_key, key_axis=0)
             saved = log_sums[g, block][None, :], inner[g, block][None, :]
             grads = flash.key_value_gradients(scores, query, weighed, grad, saved)
             return totals[0] + grads[0], totals[1] + grads[1]

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lightning_jax.models.attention import flash
-from lightning_jax.models.attention.blockwise import MASKED, by_token
-from lightning_jax.models.attention.flash import Blocks, Sums
+from lightning_jax.models.attention.blockwise import MASKED, Blocks, by_token, split_blocks
+from lightning_jax.models.attention.flash import Sums
 
 _SIZES = (512, 256, 128)  # rows of a block; 512 x 512 scores are 1 MiB of a core's memory
 _BITS = 16  # low bits of a pair's number, which hold its inner block
@@ -30,7 +30,7 @@ def forward(
     queries: Any, keys: Any, values: Any, index: Any, ends: Any, *, interpret: bool = False
 ) -> tuple[Any, Any]:
     """Return the output [B T H D] and the log-sum-exp [B K G T] of each query's scores."""
-    b = flash.split(queries, keys, values, index, ends, _SIZES)
+    b = split_blocks(queries, keys, values, index, ends, _SIZES)
     numbers = jax.ShapeDtypeStruct((*b.queries.shape[:3], 1, b.queries.shape[3]), jnp.float32)
     column = pltpu.VMEM((b.size, 1), jnp.float32)
     outs, log_sums = _run(
@@ -50,7 +50,7 @@ def backward(
 
     `rest` is the two results of `forward` and the gradient of the first.
     """
-    b = flash.split(queries, keys, values, index, ends, _SIZES)
+    b = split_blocks(queries, keys, values, index, ends, _SIZES)
     out_grads, *numbers = flash.split_gradient(b, *rest)
     more = [out_grads, *(number[..., None, :] for number in numbers)]
     (query_grads,) = _run(
@@ -137,21 +137,21 @@ def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
     def spec(
         shape: tuple[int | None, ...], block_index: Callable[..., tuple[Any, ...]]
     ) -> pl.BlockSpec:
-        def at(row: Any, head: Any, first: Any, second: Any, pairs: Any, _: Any) -> Any:
+        def index_map(row: Any, head: Any, first: Any, second: Any, pairs: Any, _: Any) -> Any:
             step, member = (first, second) if by_key else (second, first)
             outer, inner = split_pair(pairs[row, step])
             query, key = (inner, outer) if by_key else (outer, inner)
             return block_index(row, head, member, query, key)
 
-        return pl.BlockSpec(shape, at)
+        return pl.BlockSpec(shape, index_map)
 
     size, width = b.size, b.queries.shape[4]
     return {
         "index": spec((None, 1, size), lambda row, head, member, query, key: (row, 0, query)),
         "ends": spec((None, 1, size), lambda row, head, member, query, key: (row, 0, key)),
-        "query": spec((None, None, None, size, width), lambda *at: (*at[:4], 0)),
-        "number": spec((None, None, None, 1, size), lambda *at: (*at[:3], 0, at[3])),
-        "key": spec((None, None, size, width), lambda *at: (*at[:2], at[4], 0)),
+        "query": spec((None, None, None, size, width), lambda *block: (*block[:4], 0)),
+        "number": spec((None, None, None, 1, size), lambda *block: (*block[:3], 0, block[3])),
+        "key": spec((None, None, size, width), lambda *block: (*block[:2], block[4], 0)),
     }
 
 

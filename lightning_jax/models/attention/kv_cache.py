@@ -10,18 +10,19 @@ A token's key is contiguous there. With tokens on the last axis, the TPU compile
 all keys to write one, and transpose them back.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from lightning_jax.models.attention import flash_cache
-from lightning_jax.models.attention.blockwise import MASKED, pad_to
+from lightning_jax.models.attention import flash, flash_cache
+from lightning_jax.models.attention.blockwise import MASKED, by_head, by_token, pad_to
+from lightning_jax.models.attention.flash import Sums
+from lightning_jax.models.shape import DecoderShape
 from lightning_jax.types import Leaf
 
 SEGMENT = 256  # tokens of the first segments; reading fewer saves almost nothing
@@ -66,11 +67,6 @@ class KVCache:
     def length(self) -> int:
         """Number of tokens that a row holds."""
         return self.layers[0].length
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return self.layers[0].values[0].shape[0]
 
     def split(self) -> "list[KVCache]":
         """Return one cache for each segment, the inverse of `join`."""
@@ -125,27 +121,24 @@ def segment_starts(segments: Sequence[Any]) -> list[int]:
     return [0, *itertools.accumulate(segment.shape[TOKEN_AXIS] for segment in segments)][:-1]
 
 
-def make_cache(
-    *,
-    layers: int,
+def init_cache(
+    shape: DecoderShape,
     rows: int,
     length: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: Any,
+    dtype: Any = jnp.float32,
     platform: str = "cpu",
 ) -> KVCache:
-    """Build a cache of zeros in the layout of this platform."""
-    whole, width = is_whole(platform), flash_cache.kernel_width(platform, head_dim)
+    """Build a cache of zeros for a model of this shape, in the layout of this platform."""
+    whole, width = is_whole(platform), flash_cache.kernel_width(platform, shape.head_dim)
     lengths = (length,) if whole else segment_lengths(length)
-    values = [(rows, kv_heads, size, width) for size in lengths]
-    keys = values if whole else [(rows, kv_heads, width, size) for size in lengths]
+    values = [(rows, shape.num_kv_heads, size, width) for size in lengths]
+    keys = values if whole else [(rows, shape.num_kv_heads, width, size) for size in lengths]
 
     def layer() -> LayerCache:
-        sides = [tuple(jnp.zeros(shape, dtype) for shape in shapes) for shapes in (keys, values)]
+        sides = [tuple(jnp.zeros(size, dtype) for size in sizes) for sizes in (keys, values)]
         return LayerCache(sides[0], sides[1], whole)
 
-    return KVCache(tuple(layer() for _ in range(layers)))
+    return KVCache(tuple(layer() for _ in range(shape.num_layers)))
 
 
 def write_cache(
@@ -167,20 +160,12 @@ def write_cache(
         segment_starts(layer.values), layer.keys, layer.values, strict=True
     ):
         # A negative index would count from the end.
-        at = jnp.where(positions < start, value.shape[TOKEN_AXIS], positions - start)
+        index = jnp.where(positions < start, value.shape[TOKEN_AXIS], positions - start)
         new = new_keys.astype(key.dtype), new_values.astype(value.dtype)
-        key_at = key.at[rows, :, at] if layer.whole else key.at[rows, :, :, at]
+        key_at = key.at[rows, :, index] if layer.whole else key.at[rows, :, :, index]
         keys.append(key_at.set(new[0], mode="drop"))
-        values.append(value.at[rows, :, at].set(new[1], mode="drop"))
+        values.append(value.at[rows, :, index].set(new[1], mode="drop"))
     return replace(layer, keys=tuple(keys), values=tuple(values))
-
-
-class _Part(NamedTuple):
-    """Attention to one segment before division by the sum of weights; M queries per key head."""
-
-    highest: Float32[Array, "B K M 1"]  # the largest score
-    total: Float32[Array, "B K M 1"]  # the sum of exp(score - highest)
-    out: Float32[Array, "B K M D"]
 
 
 def attend_cache(
@@ -196,16 +181,15 @@ def attend_cache(
     """
     number, length, heads, size = queries.shape
     kv_heads = layer.values[0].shape[1]
-    grouped = queries.reshape(number, length, kv_heads, heads // kv_heads, size) * size**-0.5
-    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(number, kv_heads, -1, size)
+    grouped = by_head(queries * size**-0.5, kv_heads).reshape(number, kv_heads, -1, size)
     grouped = grouped.astype(layer.keys[0].dtype)  # or the keys would be cast to a wider dtype
     # Padding sees index 0, so that it does not make real queries read empty segments.
     index = jnp.where(positions < layer.length, positions, 0)
     attend = _attend_whole if layer.whole else _attend_segments
     grouped = pad_to(grouped, layer.values[0].shape[3], 3)
     out = attend(grouped, layer, index, rows)[..., :size]
-    out = out.reshape(number, kv_heads, heads // kv_heads, length, size)
-    return out.transpose(0, 3, 1, 2, 4).reshape(queries.shape).astype(queries.dtype)
+    by_group = out.reshape(number, kv_heads, heads // kv_heads, length, size)
+    return by_token(by_group).astype(queries.dtype)
 
 
 def _attend_whole(
@@ -218,17 +202,12 @@ def _attend_whole(
     if keys.shape[TOKEN_AXIS] % flash_cache.SIZE:
         return _at_once(*arrays)
     kernels = {"cuda": flash_cache.attend_gpu, "tpu": flash_cache.attend_tpu}
-    kernels = {name: _per_device(kernel) for name, kernel in kernels.items()}
-    return jax.lax.platform_dependent(*arrays, **kernels, default=_at_once)
+    specs = flash_cache.partition_specs
+    split = {name: flash.per_device(kernel, specs) for name, kernel in kernels.items()}
+    return jax.lax.platform_dependent(*arrays, **split, default=_at_once)
 
 
-# These are jitted so that they are traced once for all layers of a model.
-@functools.cache
-def _per_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(functools.partial(flash_cache.per_device, kernel))
-
-
-@jax.jit
+@jax.jit  # so that it is traced once for all layers of a model
 def _at_once(
     queries: Queries,
     keys: Float[Array, "S K C D"],
@@ -254,11 +233,12 @@ def _attend_segments(
     return _combine(parts)
 
 
-def _combine(parts: Sequence[_Part]) -> Float32[Array, "B K M D"]:
-    highest = jnp.stack([part.highest for part in parts]).max(axis=0)
-    total, out = jnp.zeros_like(highest), jnp.zeros_like(parts[0].out)
+def _combine(parts: Sequence[Sums]) -> Float32[Array, "B K M D"]:
+    """Return the output of M queries of each key head, from their sums over separate keys."""
+    top = jnp.stack([part.top for part in parts]).max(axis=0)
+    total, out = jnp.zeros_like(top), jnp.zeros_like(parts[0].out)
     for part in parts:
-        scale = jnp.exp(part.highest - highest)
+        scale = jnp.exp(part.top - top)
         total, out = total + part.total * scale, out + part.out * scale
     return out / total
 
@@ -269,7 +249,7 @@ def _attend_rows(
     values: Float[Array, "S K C D"],
     index: Int[Array, "B T"],
     chosen: Rows | None = None,
-) -> _Part:
+) -> Sums:
     """Attend to one segment of the chosen rows, or of the first rows."""
     rows, kv_heads, _, size = queries.shape
     indices = slice(rows) if chosen is None else chosen
@@ -280,12 +260,12 @@ def _attend_rows(
     seen = jnp.arange(span)[None, None, :] <= index[:, :, None]
     by_group = scores.reshape(rows, kv_heads, -1, index.shape[1], span)
     scores = jnp.where(seen[:, None, None], by_group, MASKED).reshape(scores.shape)
-    highest = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - highest)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - top)
     out = jnp.einsum(
         "bkmc,bkcd->bkmd", weights.astype(values.dtype), values, preferred_element_type=wide
     )
-    return _Part(highest, weights.sum(axis=-1, keepdims=True), out.reshape(*scores.shape[:3], size))
+    return Sums(top, weights.sum(axis=-1, keepdims=True), out.reshape(*scores.shape[:3], size))
 
 
 def _attend_if(
@@ -294,10 +274,10 @@ def _attend_if(
     values: Float[Array, "S K C D"],
     index: Int[Array, "B T"],
     *chosen: Rows,
-) -> _Part:
-    def nothing(queries: Queries, *_: Array) -> _Part:
+) -> Sums:
+    def nothing(queries: Queries, *_: Array) -> Sums:
         column = jnp.zeros((*queries.shape[:3], 1), jnp.float32)
-        return _Part(column + MASKED, column, jnp.zeros(queries.shape, jnp.float32))
+        return Sums(column + MASKED, column, jnp.zeros(queries.shape, jnp.float32))
 
     arrays = (queries, keys, values, index, *chosen)
     return jax.lax.cond(index.max() >= 0, _attend_rows, nothing, *arrays)

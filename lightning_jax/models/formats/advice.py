@@ -1,17 +1,15 @@
 """Advice about folders and files that are not a model, or not all of one."""
 
-import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from lightning_jax.models.model_files import ModelError, read_object
+from lightning_jax.models.model_files import part_names, read_object
 
 ADAPTER = "adapter_config.json"
 # Weights in formats that are not read here, and other files with such endings.
 _OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 _NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt")
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
-_HEAD, _EMBEDDING, _BASE = "lm_head.weight", "model.embed_tokens.weight", "model."
+HEAD, EMBEDDING, BASE = "lm_head.weight", "model.embed_tokens.weight", "model."
 
 
 def on_no_config(directory: Path) -> str:
@@ -45,7 +43,7 @@ def on_no_safetensors(directory: Path) -> str:
 
 def adapter_advice(directory: Path) -> str:
     """Return what to do about a directory with an adapter of PEFT instead of a model."""
-    base = read_object(directory / ADAPTER, ModelError).get("base_model_name_or_path")
+    base = read_object(directory / ADAPTER).get("base_model_name_or_path")
     parts = ("policy" if part == "policy_adapter" else part for part in directory.parts)
     merged = Path(*parts)
     instead = (
@@ -66,19 +64,19 @@ def on_missing_weights(
     """
     if absent := _absent_part(files):
         return f"{absent} is missing; copy or download it too"
-    bare = _EMBEDDING.removeprefix(_BASE)
-    if bare in names and _EMBEDDING not in names:
+    bare = EMBEDDING.removeprefix(BASE)
+    if bare in names and EMBEDDING not in names:
         return (
-            f"the model was saved without its head, as AutoModel does ({bare} has no {_BASE!r} "
+            f"the model was saved without its head, as AutoModel does ({bare} has no {BASE!r} "
             "before it); save it with AutoModelForCausalLM"
         )
-    prefixes = {n.removesuffix(_EMBEDDING) for n in names if n.endswith(_EMBEDDING)} - {""}
+    prefixes = {n.removesuffix(EMBEDDING) for n in names if n.endswith(EMBEDDING)} - {""}
     if prefixes:
         return (
             f"every name begins with {min(prefixes)!r}, which a wrapper added when the model was "
             "saved; save the model inside the wrapper"
         )
-    if list(missing) == [_HEAD]:
+    if list(missing) == [HEAD]:
         heads = sorted(n for n in names if n.startswith(("score.", "classifier.", "v_head.")))
         what = f" (it has {heads[0]} instead)" if heads else ""
         return (
@@ -92,9 +90,6 @@ def _absent_part(files: Collection[Path]) -> str:
     """Return the name of a file that is not among those of a model in numbered parts, or ""."""
     names = {path.name for path in files}
     for name in sorted(names):
-        if match := _PART.fullmatch(name):
-            stem, _, total, ending = match.groups()
-            numbers = range(1, int(total) + 1)
-            parts = (f"{stem}-{number:05}-of-{total}{ending}" for number in numbers)
+        if parts := part_names(name):
             return next((part for part in parts if part not in names), "")
     return ""

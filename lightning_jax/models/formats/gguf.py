@@ -15,18 +15,16 @@ from lightning_jax.models.attention.attention import rope_frequencies
 from lightning_jax.models.formats.families import (
     checked_shape,
     find_family,
-    impossible,
     refuse_experts,
     require_positive,
 )
-from lightning_jax.models.formats.gguf_file import Contents, lacks
+from lightning_jax.models.formats.gguf_file import WHERE, Contents, lacks
 from lightning_jax.models.formats.param_names import NamedParam, named_params, unflatten
-from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.model_files import ModelError, unusable
 from lightning_jax.models.shape import DecoderShape, RopeScaling
 from lightning_jax.models.transformer import Params
 
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
-WHERE = "the GGUF file"
 _FIELDS = {  # our name of a field -> its name in the file, after that of the architecture
     "embed_dim": "embedding_length",
     "mlp_dim": "feed_forward_length",
@@ -213,7 +211,7 @@ def _rope_scaling(tensor: ReaderTensor, head_dim: int, theta: float) -> RopeScal
     """
     factors = _dequantize(tensor).reshape(-1)
     if len(factors) != head_dim // 2 or not np.isfinite(factors).all() or np.min(factors) <= 0:
-        raise impossible(WHERE, tensor.name, factors[:4], f"{head_dim // 2} factors above 0")
+        raise unusable(WHERE, tensor.name, factors[:4], f"{head_dim // 2} factors above 0")
     scaling = RopeScaling(float(np.max(factors)), 1.0, 4.0, 8192)
     ours = rope_frequencies(head_dim, theta, None) / rope_frequencies(head_dim, theta, scaling)
     if not np.allclose(ours, factors, rtol=1e-3):

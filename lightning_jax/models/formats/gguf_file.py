@@ -1,6 +1,5 @@
 """GGUF files, opened to read metadata or tensors."""
 
-import re
 import struct
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,12 +11,12 @@ import gguf
 import numpy as np
 from gguf import GGUFValueType
 
-from lightning_jax.models.model_files import ModelError, malformed
+from lightning_jax.models.model_files import ModelError, malformed, part_names, unusable
 from lightning_jax.system.text import in_one_line
 
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)")
 _INDEX, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 _SWAPPED = ">Q" if sys.byteorder == "little" else "<Q"
+WHERE, FIX = "the GGUF file", "convert the whole model again, or use another file of it"
 _KINDS = {str: "a text", int: "an integer", float: "a number", bool: "a boolean", list: "a list"}
 K = TypeVar("K")
 # Published models have about 60 fields, up to some thousand tensors and a million texts. Each is an
@@ -74,7 +73,7 @@ class _Reader(gguf.GGUFReader):
 
     def _strings(self, start: int, number: int) -> tuple[list[Any], int]:
         """Return (the bytes of `number` strings in a row, offset after them)."""
-        data, size, at, texts = self.data, len(self.data), start, []
+        data, size, offset, texts = self.data, len(self.data), start, []
         length = struct.Struct("=Q" if self.byte_order == "I" else _SWAPPED)
         if number > (size - start) // length.size:  # before anything is kept
             raise ValueError("an array goes beyond the end of the file")
@@ -82,12 +81,12 @@ class _Reader(gguf.GGUFReader):
         if self._num_texts > MAX_TEXTS:
             raise ValueError(f"the metadata has more than {MAX_TEXTS} texts")
         for _ in range(number):
-            begin = at + length.size
-            at = begin + length.unpack_from(data.data, at)[0]
-            if at > size:
+            begin = offset + length.size
+            offset = begin + length.unpack_from(data.data, offset)[0]
+            if offset > size:
                 raise ValueError("a text goes beyond the end of the file")
-            texts.append(data[begin:at])
-        return texts, at
+            texts.append(data[begin:offset])
+        return texts, offset
 
 
 @dataclass(frozen=True)
@@ -105,10 +104,10 @@ class Contents:
         try:
             value = entry.contents()
         except UnicodeDecodeError as error:
-            raise _unusable(name, error, "text in UTF-8") from error
+            raise unusable(WHERE, name, str(error), "text in UTF-8", FIX) from error
         is_number = kind is float and type(value) is int
         if type(value) is not kind and not is_number:
-            raise _unusable(name, repr(value), _KINDS[kind])
+            raise unusable(WHERE, name, value, _KINDS[kind], FIX)
         return kind(value) if is_number else value  # type: ignore[call-arg]
 
     def needed(self, name: str, kind: type[K], default: K | None = None) -> K:
@@ -122,19 +121,9 @@ class Contents:
 def lacks(part: str) -> ModelError:
     """Return the error for a file without a part that a model needs."""
     return ModelError(
-        f"the GGUF file lacks {in_one_line(part)}, which a model needs; convert the whole model "
-        "again, or use another file of it",
+        f"{WHERE} lacks {in_one_line(part)}, which a model needs; {FIX}",
         reason="missing",
         key=part,
-    )
-
-
-def _unusable(name: str, value: object, expected: str) -> ModelError:
-    return ModelError(
-        f"the GGUF file has {in_one_line(name)}={in_one_line(str(value), 80)}; expected "
-        f"{expected}; convert the model again, or use another file of it",
-        reason="malformed",
-        key=name,
     )
 
 
@@ -146,18 +135,14 @@ def open_file(path: Path) -> Contents:
     whole = _open(path)
     if (number := whole.needed(_COUNT, int, 1)) < 2:
         return whole
-    match = _PART.fullmatch(path.name)
-    if match is None or int(match[3]) != number:
+    paths = [path.with_name(name) for name in part_names(path.name)]
+    if len(paths) != number:
         raise ModelError(
             f"{path} is a part of a split GGUF model of {number} files, which are found by their "
             f"names; name them NAME-00001-of-{number:05}.gguf and so on, as they were published",
             reason="split",
             key=_COUNT,
         )
-    paths = [
-        path.with_name(f"{match[1]}-{part:05}-of-{number:05}{match[4]}")
-        for part in range(1, number + 1)
-    ]
     if absent := [part.name for part in paths if not part.is_file()]:
         raise ModelError(
             f"{path} is a part of a split GGUF model of {number} files, of which "
@@ -204,5 +189,5 @@ def _open(path: Path) -> Contents:
     try:
         reader = _Reader(path)
     except Exception as error:  # of any kind, as the library checks little
-        raise malformed(path, "a readable GGUF file", error, ModelError) from error
+        raise malformed(path, "a readable GGUF file", error) from error
     return Contents(reader.fields, reader.tensors)

@@ -6,8 +6,9 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from lightning_jax.models.formats.gguf_file import Contents
-from lightning_jax.models.tokenizer import TOOL_TEMPLATE, Tokenizer, TokenizerError
+from lightning_jax.models.formats.gguf_file import FIX, WHERE, Contents
+from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.tokenizer import TOOL_TEMPLATE, Tokenizer
 from lightning_jax.system.text import in_one_line
 
 _TOKENS, _TYPES, _MERGES = (f"tokenizer.ggml.{n}" for n in ("tokens", "token_type", "merges"))
@@ -28,12 +29,12 @@ _PLAIN = ("gpt-2", "default")
 
 
 def read_tokenizer(file: Contents) -> Tokenizer:
-    """Build the tokenizer from the metadata. Raises TokenizerError."""
+    """Build the tokenizer from the metadata. Raises ModelError."""
 
     kind = file.value("tokenizer.ggml.model", str)
     pre = file.needed("tokenizer.ggml.pre", str, "default")
     if kind != "gpt2":
-        raise TokenizerError(
+        raise ModelError(
             f"the GGUF file's tokenizer is {kind!r}; only 'gpt2' (byte-level BPE) is supported. "
             "Load the Hugging Face directory of this model instead.",
             reason="unsupported",
@@ -45,7 +46,7 @@ def read_tokenizer(file: Contents) -> Tokenizer:
         raise _malformed(_TYPES, f"{len(types)} types for {len(tokens)} tokens")
     try:
         backend = byte_level_bpe(tokens, merges, pre)
-    except TokenizerError:
+    except ModelError:
         raise
     except Exception as error:  # the Rust library raises nothing narrower
         raise _malformed(_MERGES, error) from error
@@ -96,10 +97,9 @@ def _template(around: Mapping[str, tuple[str, int]]) -> Any:
         raise _malformed("tokenizer.ggml.add_bos_token", error) from error
 
 
-def _malformed(key: str, value: object) -> TokenizerError:
-    return TokenizerError(
-        f"the GGUF file's tokenizer is malformed at {key}: {in_one_line(str(value))}; convert the "
-        "model again, or use another file of it",
+def _malformed(key: str, value: object) -> ModelError:
+    return ModelError(
+        f"{WHERE}'s tokenizer is malformed at {key}: {in_one_line(str(value))}; {FIX}",
         reason="malformed",
         key=key,
     )
@@ -131,7 +131,7 @@ def _pre_tokenizer(pre: str) -> Any:
     if pre in _PLAIN:
         return to_bytes
     supported = sorted((*_PATTERNS, *_SINGLE_DIGITS, *_PLAIN))
-    raise TokenizerError(
+    raise ModelError(
         f"the GGUF file's pre-tokenizer is {pre!r}; supported are {supported}. "
         "Load the Hugging Face directory of this model instead.",
         reason="unsupported",

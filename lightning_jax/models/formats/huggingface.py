@@ -12,20 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from lightning_jax.models.formats.advice import on_missing_weights, on_no_config
+from lightning_jax.models.formats.advice import (
+    BASE,
+    EMBEDDING,
+    HEAD,
+    on_missing_weights,
+    on_no_config,
+)
 from lightning_jax.models.formats.families import (
     FAMILIES,
+    SCALING,
     Family,
     checked_scaling,
     checked_shape,
     find_family,
-    impossible,
     refuse_experts,
     require_positive,
 )
-from lightning_jax.models.formats.param_names import NamedParam, flatten, named_params, unflatten
+from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
 from lightning_jax.models.formats.weight_files import Weights, find_weights
-from lightning_jax.models.model_files import ModelError, read_object
+from lightning_jax.models.model_files import ModelError, read_object, unusable
 from lightning_jax.models.shape import DecoderShape, RopeScaling
 from lightning_jax.models.transformer import Params
 from lightning_jax.system.text import in_one_line
@@ -33,7 +39,6 @@ from lightning_jax.system.text import in_one_line
 logger = logging.getLogger(__name__)
 
 COMPARED_ROWS = 64  # of the embedding and the output weights
-_HEAD, _EMBEDDING, _BASE = "lm_head.weight", "model.embed_tokens.weight", "model."
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _REQUIRED = {  # our name of a field -> its name in config.json
     "vocab_size": "vocab_size",
@@ -57,7 +62,7 @@ def read_shape(directory: Path) -> DecoderShape:
             reason="missing",
             key=str(path),
         )
-    fields = read_object(path, ModelError)
+    fields = read_object(path)
     refuse_experts(path, [name for name in _EXPERTS if fields.get(name)])
     family = find_family(fields.get("model_type"), path, "model_type")
     missing = [name for name in _REQUIRED.values() if name not in fields]
@@ -107,7 +112,7 @@ def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling |
     # Newer files keep all fields in "rope_parameters". Older files keep theta at the top level.
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise impossible(path, "rope_parameters", rope, "an object")
+        raise unusable(path, "rope_parameters", rope, "an object")
     theta = require_positive(
         path, "rope_theta", rope.get("rope_theta", fields.get("rope_theta", 10000.0))
     )
@@ -154,9 +159,9 @@ def _name_in(weights: Weights, name: str) -> str:
     A model without a head is saved without "model." before its names. Of tied weights, either may
     be the one that is saved.
     """
-    if name == _EMBEDDING and name not in weights.files and _HEAD in weights.files:
-        return _HEAD
-    bare = name.removeprefix(_BASE)
+    if name == EMBEDDING and name not in weights.files and HEAD in weights.files:
+        return HEAD
+    bare = name.removeprefix(BASE)
     return bare if name not in weights.files and bare in weights.files else name
 
 
@@ -169,17 +174,17 @@ def untie(directory: Path, shape: DecoderShape) -> DecoderShape:
     if not shape.tie_embeddings:
         return shape
     weights = find_weights(directory)
-    if not {_EMBEDDING, _HEAD} <= weights.files.keys():
+    if not {EMBEDDING, HEAD} <= weights.files.keys():
         return shape
     step = shape.vocab_size // COMPARED_ROWS + 1
-    embedding, head = (weights.rows(name, step) for name in (_EMBEDDING, _HEAD))
+    embedding, head = (weights.rows(name, step) for name in (EMBEDDING, HEAD))
     if np.array_equal(embedding, head):
         return shape
     logger.warning(
         "%s has tie_word_embeddings=true, but its %s is not its embedding; both are used, as in "
         "transformers",
         directory,
-        _HEAD,
+        HEAD,
     )
     return dataclasses.replace(shape, tie_embeddings=False)
 
@@ -189,7 +194,10 @@ def write_model(
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors."""
     flat = flatten(params)
-    arrays = {param.hf: _to_rows(param, flat[param.path]) for param in named_params(shape)}
+    arrays = {}
+    for param in named_params(shape):
+        array = np.asarray(jax.device_get(flat[param.path]))
+        arrays[param.hf] = np.ascontiguousarray(array.T if param.transpose else array)
     safetensors.numpy.save_file(arrays, directory / "model.safetensors", {"format": "pt"})
     dtype = str(jnp.asarray(flat[("embed", "embedding")]).dtype)
     ends = sorted(eos_ids)
@@ -200,35 +208,22 @@ def write_model(
     write_json(directory / "generation_config.json", eos)
 
 
-def _to_rows(param: NamedParam, leaf: Any) -> np.ndarray:
-    array = np.asarray(jax.device_get(leaf))
-    return np.ascontiguousarray(array.T if param.transpose else array)
-
-
 def _config_fields(shape: DecoderShape) -> dict[str, Any]:
     family = FAMILIES[shape.family]
     fields = {
         "architectures": [family.architecture],
         "model_type": shape.family,
-        **{theirs: getattr(shape, ours) for ours, theirs in _REQUIRED.items()},
-        "num_key_value_heads": shape.num_kv_heads,
+        **{theirs: getattr(shape, ours) for ours, theirs in _NAMES.items()},
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": shape.norm_eps,
         "tie_word_embeddings": shape.tie_embeddings,
-        "max_position_embeddings": shape.max_positions,
         "rope_theta": shape.rope_theta,
         **family.required_fields,
     }
     if shape.rope_scaling is not None:
-        scaling = shape.rope_scaling
-        fields["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
+        scaling = zip(SCALING, dataclasses.astuple(shape.rope_scaling), strict=True)
+        fields["rope_scaling"] = {"rope_type": "llama3", **dict(scaling)}
     return fields
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 
 from lightning_jax.models import chat_template as templates
-from lightning_jax.models import tokenizer
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
 from lightning_jax.models.formats.families import SHAPES
@@ -26,7 +25,7 @@ from lightning_jax.models.formats.find import find_model, tiny_shape, tiny_token
 from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.model_files import TINY, ModelError, read_chat_template
 from lightning_jax.models.shape import DecoderConfig, DecoderShape, Execution
-from lightning_jax.models.tokenizer import Tokenizer
+from lightning_jax.models.tokenizer import Tokenizer, from_hf
 from lightning_jax.models.transformer import Params, init_params
 
 logger = logging.getLogger(__name__)
@@ -66,23 +65,17 @@ def load_model(
         params = init_params(config, jax.random.key(0), dtype)
         return LoadedModel(name, config, params, with_chat(tiny_tokenizer()))
     path = find_model(name)
-    try:
-        if path.is_dir():
-            shape = huggingface.untie(path, huggingface.read_shape(path))
-            vocabulary = with_chat(tokenizer.from_hf(path))
-            check_vocabulary(vocabulary, shape.vocab_size, path)
-            with _on_host():
-                params = huggingface.read_params(path, shape, dtype)
-        else:
-            file = open_file(path)
-            shape = gguf.read_shape(file)
-            vocabulary = with_chat(gguf_vocab.read_tokenizer(file))
-            check_vocabulary(vocabulary, shape.vocab_size, path)
-            with _on_host():
-                params = gguf.read_params(file, shape, dtype)
-    except tokenizer.TokenizerError as error:
-        raise ModelError(str(error), reason=error.reason, key=error.key) from error
-    jax.block_until_ready(params)
+    if path.is_dir():
+        shape, vocabulary = huggingface.untie(path, huggingface.read_shape(path)), from_hf(path)
+        read_params = partial(huggingface.read_params, path)
+    else:
+        file = open_file(path)
+        shape, vocabulary = gguf.read_shape(file), gguf_vocab.read_tokenizer(file)
+        read_params = partial(gguf.read_params, file)
+    vocabulary = with_chat(vocabulary)
+    check_vocabulary(vocabulary, shape.vocab_size, path)
+    with _on_host():
+        params = jax.block_until_ready(read_params(shape, dtype))
     logger.info("loaded %s from %s in %.1f s", name, path, time.monotonic() - started)
     return LoadedModel(name, DecoderConfig(shape, execution), params, vocabulary)
 

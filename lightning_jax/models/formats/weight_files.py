@@ -22,7 +22,6 @@ _ADAPTERS = "adapter_*.safetensors"
 class Weights:
     """Names of the weights in the files of one directory, and the file that has each."""
 
-    directory: Path
     files: Mapping[str, Path]
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
@@ -68,16 +67,15 @@ def find_weights(directory: Path) -> Weights:
                         key=name,
                     )
                 files[name] = path  # of two files in the index, transformers takes the last
-    return Weights(directory, files)
+    return Weights(files)
 
 
 def _chosen_files(directory: Path) -> tuple[list[Path], bool]:
     """Return the files to read, and True if nothing names them."""
     config = directory / "config.json"
-    named = read_object(config, ModelError).get(_CHOSEN)
+    named = read_object(config).get(_CHOSEN)
     if named is not None:
-        path = _inside(directory, config, named)
-        path = _present(path, config)
+        path = _named_file(config, named)
         return (_shards(path) if path.suffix == ".json" else [path]), False
     if (directory / NAMED).is_file():
         return [directory / NAMED], False
@@ -96,30 +94,25 @@ def _chosen_files(directory: Path) -> tuple[list[Path], bool]:
 
 def _shards(index: Path) -> list[Path]:
     """Return the files that an index names, in the order of transformers."""
-    named = read_object(index, ModelError).get("weight_map")
+    named = read_object(index).get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
         raise ModelError(
             f"{index} has no weight_map from weights to files; write it again with save_pretrained",
             reason="malformed",
             key=str(index),
         )
-    names = sorted(set(named.values()))
-    return [_present(_inside(index.parent, index, name), index) for name in names]
+    return [_named_file(index, name) for name in sorted(set(named.values()))]
 
 
-def _inside(directory: Path, source: Path, name: Any) -> Path:
-    """Return the path of a file that `source` names. Raise ModelError if it lies elsewhere."""
-    path = Path(os.path.abspath(directory / str(name)))
-    if not path.is_relative_to(os.path.abspath(directory)):
+def _named_file(source: Path, name: Any) -> Path:
+    """Return a file of its folder that `source` names. Raise ModelError if there is none."""
+    path = source.parent / str(name)
+    if not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(source.parent)):
         raise ModelError(
             f"{source} names {name!r}, which is outside its folder; correct it",
             reason="malformed",
             key=str(source),
         )
-    return directory / str(name)
-
-
-def _present(path: Path, source: Path) -> Path:
     if not path.is_file():
         raise ModelError(
             f"{path.parent} lacks {path.name}, which {source.name} names; copy or download that "
@@ -139,4 +132,4 @@ def _opened(path: Path) -> Iterator[Any]:
     except ModelError:
         raise
     except Exception as error:  # the libraries raise nothing narrower
-        raise malformed(path, "a readable safetensors file", error, ModelError) from error
+        raise malformed(path, "a readable safetensors file", error) from error

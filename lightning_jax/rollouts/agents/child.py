@@ -171,20 +171,20 @@ def members(error: BaseException) -> list:
 
     Nested groups are flattened. Members that were only cancelled are left out if there are others.
     """
-    singles, left, seen = [], [error], set()
-    while left and len(singles) < MAX_MEMBERS:
-        member = left.pop()
+    singles, unseen, seen = [], [error], set()
+    while unseen and len(singles) < MAX_MEMBERS:
+        member = unseen.pop()
         if id(member) in seen:
             continue
         seen.add(id(member))
         inside = value_of(member, "exceptions")  # in Python's groups and older libraries'
         nested = inside if isinstance(inside, (list, tuple)) else ()
         errors = [one for one in reversed(nested) if isinstance(one, BaseException)]
-        left += errors
+        unseen += errors
         if not errors:
             singles.append(member)
-    ended = [one for one in singles if not issubclass(type(one), asyncio.CancelledError)]
-    return ended or singles or [error]
+    others = [one for one in singles if not issubclass(type(one), asyncio.CancelledError)]
+    return others or singles or [error]
 
 
 def faults_of(errors: list) -> list:

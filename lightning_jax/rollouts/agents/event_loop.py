@@ -101,10 +101,10 @@ def _serve(loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
                 error,
                 extra={"event": "agent_task_exited", "error": error},
             )
-    if left := asyncio.all_tasks(loop):
-        for task in left:
+    if tasks := asyncio.all_tasks(loop):
+        for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
+        loop.run_until_complete(asyncio.wait(tasks, timeout=GRACE_S))
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
 
@@ -114,7 +114,7 @@ async def _run_on(loop: asyncio.AbstractEventLoop, agent: Agent, task: Task, llm
 
     If cancelled, cancel the agent and wait for it.
     """
-    ended: Future[tuple[Result, BaseException | None]] = Future()
+    ending: Future[tuple[Result, BaseException | None]] = Future()
     running: list[asyncio.Task[Any]] = []
 
     async def guarded() -> tuple[Result, BaseException | None]:
@@ -124,7 +124,7 @@ async def _run_on(loop: asyncio.AbstractEventLoop, agent: Agent, task: Task, llm
             return None, error
 
     def finish(run: asyncio.Task[tuple[Result, BaseException | None]]) -> None:
-        ended.set_result((None, asyncio.CancelledError()) if run.cancelled() else run.result())
+        ending.set_result((None, asyncio.CancelledError()) if run.cancelled() else run.result())
 
     def start() -> None:
         running.append(loop.create_task(guarded()))
@@ -132,7 +132,7 @@ async def _run_on(loop: asyncio.AbstractEventLoop, agent: Agent, task: Task, llm
 
     # This context makes the agent's spans children of the rollout's span.
     loop.call_soon_threadsafe(start, context=contextvars.copy_context())
-    done = asyncio.wrap_future(ended)
+    done = asyncio.wrap_future(ending)
     try:
         await asyncio.wait({done})
     except asyncio.CancelledError:

@@ -105,7 +105,9 @@ def kept_metrics(measured: Mapping[Any, Any], limit: int) -> dict[str, float]:
     num_dropped = _number_in(measured.get(DROPPED_METRICS, 0.0))[0] or 0.0
     names = [name for name in measured if name != DROPPED_METRICS]
     for index, name in enumerate(names):
-        if index >= limit or not _is_metric_name(name):
+        is_text = isinstance(name, str)
+        max_chars = MAX_STORED_NAME if is_text and split_dropped(name) else MAX_METRIC_NAME
+        if index >= limit or not is_text or len(name) > max_chars:
             num_dropped += 1.0
             continue
         number, reason = _number_in(measured[name])
@@ -120,12 +122,6 @@ def split_dropped(name: str) -> tuple[str, str] | None:
     """Return (reason, metric) of a count of dropped values, or None for another metric."""
     reason, _, metric = name.removeprefix(DROPPED_VALUE).partition("/")
     return (reason, metric) if name.startswith(DROPPED_VALUE) and metric else None
-
-
-def _is_metric_name(name: Any) -> bool:
-    if not isinstance(name, str):
-        return False
-    return len(name) <= (MAX_STORED_NAME if split_dropped(name) else MAX_METRIC_NAME)
 
 
 def _number_in(value: Any) -> tuple[float | None, str]:
@@ -157,24 +153,27 @@ def with_posted(outcome: Outcome, posted: float | None, *, needs_reward: bool = 
     return Outcome("scored", posted, metrics=outcome.metrics)
 
 
-def judged_by_server(
-    outcome: Outcome, traffic: "Traffic", stalled_s: float, timeout_s: float
+def final_outcome(
+    outcome: Outcome, traffic: "Traffic", stalled_s: float, config: RolloutConfig
 ) -> Outcome:
     """Return the outcome with the status that the gateway's knowledge of the calls implies.
 
-    A deadline is the server's fault if it starved the rollout.
+    A deadline is the server's fault if it starved the rollout. A failed agent earns
+    `rollout.agent_failure_reward`.
     """
     if traffic.loss:  # the reward may rest on calls and posts that nobody knows of
         return Outcome("infrastructure_failure", reason=SERVER_LOST, detail=traffic.loss)
     if outcome.status == "agent_failure" and traffic.unanswered:
         # The agent stopped after a call that the server could not answer.
         return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])
-    if outcome.reason == DEADLINE and traffic.lost.starve(timeout_s):
+    if outcome.reason == DEADLINE and traffic.lost.starve(config.timeout_s):
         detail = f"its calls waited for {traffic.lost.total_s:.1f} s"
         return Outcome("infrastructure_failure", reason=DEADLINE_IN_QUEUE, detail=detail)
     gave_up = traffic.num_cancelled > 0 and stalled_s < STANDSTILL_S
     if isinstance(outcome, LostGateway) and gave_up and not traffic.unanswered:
-        return replace(outcome, status="agent_failure")
+        outcome = replace(outcome, status="agent_failure")
+    if outcome.status == "agent_failure":
+        return replace(outcome, reward=config.agent_failure_reward)
     return outcome
 
 
@@ -218,10 +217,10 @@ def _detail(error: BaseException, raised: BaseException) -> str:
     except BaseException:  # noqa: BLE001  (foreign code may fail here too)
         words = ""
     frames = traceback.extract_tb(error.__traceback__ or raised.__traceback__)
-    places = [f for f in frames if not any(map(Path(f.filename).is_relative_to, LIBRARIES))]
+    ours = [f for f in frames if not any(map(Path(f.filename).is_relative_to, LIBRARIES))]
     if not words:
-        words, places = "raised without a message", places or frames
-    where = [f" (at {last.filename}:{last.lineno} in {last.name})" for last in places[-1:]]
+        words, ours = "raised without a message", ours or list(frames)
+    where = [f" (at {last.filename}:{last.lineno} in {last.name})" for last in ours[-1:]]
     return storable("".join([words[:MAX_DETAIL], *where]))
 
 

@@ -30,7 +30,7 @@ _CHUNK = 2**16
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """Limits of one program, including all processes it starts. 0: no limit."""
 
     max_processes: int = 0
@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramEnd:
     """Exit of a program and the end of its output."""
 
     status: int  # exit status, or minus the signal number if a signal killed it
@@ -53,9 +53,9 @@ async def run_program(
     environment: Mapping[str, str],
     stdin: bytes,
     keep_open: Sequence[int] = (),
-    limits: Limits = Limits(),
+    limits: ProgramLimits = ProgramLimits(),
     directory: str | None = None,
-) -> Ended:
+) -> ProgramEnd:
     """Run a command line to its end, then kill all processes it left behind.
 
     `keep_open` lists file descriptors that the program inherits. `directory` is where it starts, by
@@ -96,7 +96,9 @@ async def run_program(
             number = int(values["errno"])
             raise OSError(number, os.strerror(number), words[0])
         status = int(values.get("exit", -signal.SIGKILL))
-        return Ended(status, output.finish(words[0]), errors.finish(words[0]), values.get("over"))
+        return ProgramEnd(
+            status, output.finish(words[0]), errors.finish(words[0]), values.get("over")
+        )
 
 
 class _Tail:

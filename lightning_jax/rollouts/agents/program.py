@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.rollouts.agents.functions import Agent, Result, load_agent
-from lightning_jax.rollouts.agents.process import Ended, Limits, run_program
+from lightning_jax.rollouts.agents.process import ProgramEnd, ProgramLimits, run_program
 from lightning_jax.rollouts.agents.visibility import (
     REPORT_FD,
     is_judged,
@@ -118,12 +118,12 @@ def _command_agent(config: AgentConfig) -> Agent:
             if config.posts == "own":
                 kept = (at_end.enter_context(report_channel(llm)),)
                 environment = {REPORT_FD: str(kept[0])}
-            ended = await start(words, visible, llm, environment | task_variable(visible), kept)
-        _check_end(ended, config)
+            end = await start(words, visible, llm, environment | task_variable(visible), kept)
+        _check_end(end, config)
         if reward is None:
-            return _last_line(ended.output)
+            return _last_line(end.output)
         # In a thread, because it may run tests or call a judge model for seconds.
-        result = await asyncio.to_thread(reward, dict(task), ended.output)
+        result = await asyncio.to_thread(reward, dict(task), end.output)
         return await result if inspect.isawaitable(result) else result
 
     return agent
@@ -138,10 +138,10 @@ def _interpreter_agent(python: str, function: str, config: AgentConfig) -> Agent
         # What the function's tools inherit has neither the task nor the rollout's own URL.
         with tempfile.TemporaryFile() as channel, report_channel(llm) as reports:
             kept = (channel.fileno(), reports)
-            ended = await start((*words, str(kept[0])), task, llm, {REPORT_FD: str(reports)}, kept)
+            end = await start((*words, str(kept[0])), task, llm, {REPORT_FD: str(reports)}, kept)
             report = os.pread(channel.fileno(), MAX_RESULT, 0)
         if not report:
-            _check_end(ended, config)
+            _check_end(end, config)
             return None
         return _result_of(report, has_limit=config.memory_mib is not None)
 
@@ -173,9 +173,9 @@ def _check_loads(
         )
 
 
-def _starter(config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
+def _starter(config: AgentConfig) -> Callable[..., Awaitable[ProgramEnd]]:
     """Return a function that runs a command line, with a task on its standard input."""
-    limits = Limits(
+    limits = ProgramLimits(
         max_processes=config.max_processes,
         memory_bytes=int((config.memory_mib or 0) * 2**20),
         num_files=original_limit(),
@@ -188,7 +188,7 @@ def _starter(config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
         llm: LLM,
         variables: Mapping[str, str],
         keep_open: tuple[int, ...],
-    ) -> Ended:
+    ) -> ProgramEnd:
         of_rollout = program_environment(visible_llm(config, llm), config.options)
         environment = with_direct_host({**outer, **of_rollout, **variables}, llm.base_url)
         stdin = json.dumps(task).encode()
@@ -200,23 +200,23 @@ def _starter(config: AgentConfig) -> Callable[..., Awaitable[Ended]]:
     return start
 
 
-def _check_end(ended: Ended, config: AgentConfig) -> None:
+def _check_end(end: ProgramEnd, config: AgentConfig) -> None:
     """Raise an error if the program failed. The message is the last line of its standard error."""
-    if ended.exceeded is not None:
-        value = getattr(config, ended.exceeded)
-        raise OverLimit(f"the program used more than agent.{ended.exceeded}={value}")
-    check_status(ended)
+    if end.exceeded is not None:
+        value = getattr(config, end.exceeded)
+        raise OverLimit(f"the program used more than agent.{end.exceeded}={value}")
+    check_status(end)
 
 
-def check_status(ended: Ended) -> None:
+def check_status(end: ProgramEnd) -> None:
     """Raise an error unless the program ended with status 0."""
-    words = last_words(ended.errors)
-    if ended.status == TEMPORARY_FAILURE:
+    words = last_words(end.errors)
+    if end.status == TEMPORARY_FAILURE:
         raise TemporaryFailure(words)
-    if ended.status > 0:
-        raise ExitStatus(f"exit status {ended.status}: {words}")
-    if ended.status < 0:
-        raise KilledBySignal(f"killed by {_signal_name(-ended.status)}: {words}")
+    if end.status > 0:
+        raise ExitStatus(f"exit status {end.status}: {words}")
+    if end.status < 0:
+        raise KilledBySignal(f"killed by {_signal_name(-end.status)}: {words}")
 
 
 def _signal_name(number: int) -> str:

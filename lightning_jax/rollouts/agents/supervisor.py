@@ -103,9 +103,9 @@ class Supervisor:
                     file.write("1000")
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
                 signal.signal(number, signal.SIG_DFL)
-            limit(resource.RLIMIT_NOFILE, self.num_files)
+            set_limit(resource.RLIMIT_NOFILE, self.num_files)
             if self.memory:
-                limit(resource.RLIMIT_DATA, self.memory)
+                set_limit(resource.RLIMIT_DATA, self.memory)
             os.execvp(words[0], words)
         except OSError as error:
             os.write(failing, str(error.errno or 1).encode())
@@ -149,13 +149,12 @@ class Supervisor:
 
     def exceeds_memory(self, pids: "list[int]") -> bool:
         """Return True if all processes together use more memory than their limit."""
-        left = self.memory - sum(map(anonymous_memory, pids))
         files = open_in_memory(pids)
-        left -= sum(files.values())
+        room = self.memory - sum(map(anonymous_memory, pids)) - sum(files.values())
         # Pages that processes share count once, which takes long to find out. Few have so many.
-        return left < 0 or (
-            sum(map(shared_memory, pids)) > left
-            and sum(mapped_in_memory(pid, files) for pid in pids) > left
+        return room < 0 or (
+            sum(map(shared_memory, pids)) > room
+            and sum(mapped_in_memory(pid, files) for pid in pids) > room
         )
 
     def end_all(self, at_once: bool) -> None:
@@ -209,16 +208,16 @@ def guard_child() -> None:
     status, give_up = None, math.inf
     while time.monotonic() < give_up:
         try:
-            pid, ended = os.waitpid(-1, os.WUNTRACED if status is None else os.WNOHANG)
+            pid, end = os.waitpid(-1, os.WUNTRACED if status is None else os.WNOHANG)
         except ChildProcessError:
             break  # nothing is left
-        if pid == child and os.WIFSTOPPED(ended):
+        if pid == child and os.WIFSTOPPED(end):
             os.kill(child, signal.SIGCONT)
         elif pid == child:
-            status, give_up = ended, time.monotonic() + KILL_S
-        if status is not None and (left := descendants()):
-            send_signal(left, signal.SIGSTOP)  # so that none starts another
-            send_signal(left, signal.SIGKILL)
+            status, give_up = end, time.monotonic() + KILL_S
+        if status is not None and (pids := descendants()):
+            send_signal(pids, signal.SIGSTOP)  # so that none starts another
+            send_signal(pids, signal.SIGKILL)
             time.sleep(0.002)
     os._exit(int(bool(status)))
 
@@ -240,7 +239,7 @@ def prctl(option: int, argument: int) -> int:
     return ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
 
 
-def limit(name: int, value: int) -> None:
+def set_limit(name: int, value: int) -> None:
     """Set a soft limit, or leave it as it is if that is not possible."""
     hard = resource.getrlimit(name)[1]
     with contextlib.suppress(OSError, ValueError):

@@ -15,7 +15,6 @@ from lightning_jax.rollouts.agents.outcome import DROPPED_METRICS, split_dropped
 from lightning_jax.rollouts.results.audit import audit_metrics
 from lightning_jax.rollouts.results.compare_tasks import compare_tasks, standard_error
 from lightning_jax.rollouts.rewards.components import component_metrics
-from lightning_jax.traces.roles import only_trained
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.types import (
@@ -50,21 +49,22 @@ def to_trajectories(
     `rollout/dropped_<reason>`.
     """
     reader = reader or TraceReader()
-    judged, trajectories, counts = reader.read(store, rollouts)
-    metrics = {f"rollout/dropped_{metric_code(k)}": float(n) for k, n in counts.dropped.items()}
-    metrics |= {f"rollout/rule_{metric_code(name)}": float(n) for name, n in counts.rules.items()}
-    metrics |= {f"rollout/num_rollouts/{name}": float(n) for name, n in counts.used.items()}
+    reading = reader.read(store, rollouts)
+    trajectories = reading.trajectories
+    metrics = {f"rollout/dropped_{metric_code(k)}": float(n) for k, n in reading.dropped.items()}
+    metrics |= {f"rollout/rule_{metric_code(name)}": float(n) for name, n in reading.rules.items()}
+    metrics |= {f"rollout/num_rollouts/{name}": float(n) for name, n in reading.used.items()}
     metrics |= rollout_metrics(
-        judged, trajectories, policy_version, max_staleness=reader.max_staleness
+        reading.rollouts, trajectories, policy_version, max_staleness=reader.max_staleness
     )
     metrics |= agent_metrics(trajectories) | policy_metrics(trajectories)
-    metrics |= audit_metrics(judged, trajectories)
+    metrics |= audit_metrics(reading.rollouts, trajectories)
     num_frozen = sum(
         not call.trains for trajectory in trajectories for call in trajectory.transitions
     )
     if num_frozen:
         metrics["rollout/dropped_frozen_calls"] = float(num_frozen)
-    return [only_trained(trajectory) for trajectory in trajectories], metrics
+    return reading.trained, metrics
 
 
 def agent_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
@@ -87,7 +87,7 @@ def _metrics_by(
     calls: dict[str, list[Transition]] = defaultdict(list)
     rewards: dict[str, list[float]] = defaultdict(list)
     all_calls = [call for trajectory in trajectories for call in trajectory.transitions]
-    labels = _shown(Counter(name_of(call) or "unnamed" for call in all_calls))
+    labels = _labels(Counter(name_of(call) or "unnamed" for call in all_calls))
     for trajectory in trajectories:
         named = [labels[name_of(call) or "unnamed"] for call in trajectory.transitions]
         for name, call in zip(named, trajectory.transitions, strict=True):
@@ -137,7 +137,7 @@ def rollout_metrics(
         "rollout/prompt_tokens": float(sum(len(call.prompt_token_ids) for call in calls)),
     }
     metrics |= _reported(rollouts, "rollout") | component_metrics(rollouts, "reward/")
-    labels = _shown(Counter(metric_code(r.reason) for r in rollouts if r.reason))
+    labels = _labels(Counter(metric_code(r.reason) for r in rollouts if r.reason))
     failures = Counter((r.status, labels[metric_code(r.reason)]) for r in rollouts if r.reason)
     metrics |= {f"rollout/{status}_{code}": float(n) for (status, code), n in failures.items()}
     if trajectories:
@@ -324,7 +324,7 @@ def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
     """
     finished = [r for r in rollouts if r.status in FINISHED]
     names = Counter(name for rollout in finished for name in rollout.metrics)
-    labels = _shown(Counter({name: n for name, n in names.items() if split_dropped(name) is None}))
+    labels = _labels(Counter({name: n for name, n in names.items() if split_dropped(name) is None}))
     sums: dict[str, float] = defaultdict(float)
     without_value: Counter[str] = Counter()
     for rollout in finished:
@@ -341,7 +341,7 @@ def _reported(rollouts: Sequence[Rollout], area: str) -> Metrics:
     return {f"{area}/agent_{metric_code(name)}_mean": mean for name, mean in means.items()}
 
 
-def _shown(counts: Counter[str]) -> dict[str, str]:
+def _labels(counts: Counter[str]) -> dict[str, str]:
     """Return the displayed name for each name in a row of metrics.
 
     A name that is too long, or rarer than MAX_NAMES others, is displayed as OTHER.

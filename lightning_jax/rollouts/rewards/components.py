@@ -46,8 +46,8 @@ def attempt_of(rollout: Rollout, spans: Sequence[Span], decode: Decode) -> Attem
     paths: list[tuple[int, ...]] = []
     for call in calls:
         prompt = call.prompt_token_ids
-        num_known = max((len(path) for path in paths if prompt[: len(path)] == path), default=0)
-        for role, ids in (("user", prompt[num_known:]), ("assistant", call.response_token_ids)):
+        num_seen = max((len(path) for path in paths if prompt[: len(path)] == path), default=0)
+        for role, ids in (("user", prompt[num_seen:]), ("assistant", call.response_token_ids)):
             if text := decode(ids).strip():
                 messages.append({"role": role, "content": text})
         paths.append(prompt + call.response_token_ids)
@@ -106,9 +106,9 @@ def flipped(first: Sequence[float], second: Sequence[float]) -> list[bool]:
 
 def ranks(values: Sequence[float]) -> np.ndarray:
     """Return ranks from 1. Equal values have the mean of their ranks."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, indices, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
-    return (ends - (counts - 1) / 2)[places]
+    return (ends - (counts - 1) / 2)[indices]
 
 
 def _signs(values: Sequence[float]) -> list[int]:

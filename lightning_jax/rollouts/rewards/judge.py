@@ -6,7 +6,7 @@ the store keeps, and gets the mean of all that are known for its text.
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 
 from lightning_jax.gateway.sessions.open_rollouts import derive_seed
@@ -17,27 +17,19 @@ from lightning_jax.rollouts.rewards.verdicts import (
     MAX_REASON_CHARS,
     MAX_SCORE,
     NOTHING_TO_COMPARE,
-    Comparison,
+    ComparisonRequest,
+    Judgement,
     JudgeRequest,
     Rubric,
-    Score,
     assessment,
     comparison,
-    digest,
     read_rubric,
     read_scores,
+    verdict_digest,
 )
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.store import Store
 from lightning_jax.types import Metrics
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Value of one attempt, with the judge's reasons."""
-
-    value: float
-    reason: str = ""
 
 
 @dataclass
@@ -58,9 +50,6 @@ class Counts(ChatCounts):
         if self.disagreements:
             metrics[f"{prefix}disagreement"] = fmean(self.disagreements)
         return metrics
-
-
-Verdict = tuple[float, str]  # value, and reason or ""
 
 
 class Judge:
@@ -100,20 +89,18 @@ class Judge:
         if same is None:
             return [Judgement(NOTHING_TO_COMPARE) for _ in attempts]
 
-        def ordered(asker: str) -> Comparison:
+        def ordered(asker: str) -> ComparisonRequest:
             request = comparison(task, attempts, config, derive_seed(self._seed, asker))
             assert request is not None, "the texts differ"
             return request
 
         askers = self._askers(attempts[:1])  # the first attempt stands for its group
         most = max(config.repeats, config.max_verdicts)
-        by_asker = await self._verdicts(
-            same.request, askers, most, lambda asker: ordered(asker).request
-        )
-        verdicts: list[dict[str, Verdict]] = [{} for _ in attempts]
+        by_asker = await self._verdicts(same, askers, most, ordered)
+        verdicts: list[dict[str, Judgement]] = [{} for _ in attempts]
         for asker, scores in by_asker.items():
-            for place, key in enumerate(ordered(asker).keys):
-                verdicts[place][asker] = (scores[key].score / MAX_SCORE, scores[key].reason)
+            for verdict, key in zip(verdicts, ordered(asker).keys, strict=True):
+                verdict[asker] = replace(scores[key], value=scores[key].value / MAX_SCORE)
         return [self._mean(column, askers) for column in verdicts]
 
     async def assess(self, task: str, attempts: Sequence[Attempt]) -> list[Judgement]:
@@ -127,11 +114,11 @@ class Judge:
         request = assessment(task, attempts[0], config, rubric)
         most = max(config.repeats, config.max_verdicts) if config.temperature else 1
         by_asker = await self._verdicts(request, self._askers(attempts), most, lambda _: request)
-        verdicts: dict[str, Verdict] = {}
+        verdicts: dict[str, Judgement] = {}
         for asker, scores in by_asker.items():
-            value = rubric.value({name: score.score for name, score in scores.items()})
-            reasons = [f"{name} {score.score}: {score.reason}" for name, score in scores.items()]
-            verdicts[asker] = (value, "\n".join(reasons) if config.reasons else "")
+            value = rubric.value({name: score.value for name, score in scores.items()})
+            reasons = [f"{name} {score.value}: {score.reason}" for name, score in scores.items()]
+            verdicts[asker] = Judgement(value, "\n".join(reasons) if config.reasons else "")
         return [self._mean(verdicts, self._askers([attempt])) for attempt in attempts]
 
     def _askers(self, attempts: Sequence[Attempt]) -> list[str]:
@@ -139,13 +126,13 @@ class Judge:
         repeats = range(self._config.repeats)
         return [f"{attempt.rollout_id}/{n}" for attempt in attempts for n in repeats]
 
-    def _mean(self, verdicts: Mapping[str, Verdict], askers: Sequence[str]) -> Judgement:
+    def _mean(self, verdicts: Mapping[str, Judgement], askers: Sequence[str]) -> Judgement:
         """Return the mean of all verdicts, with the reasons of these askers or of the first."""
-        values = [value for value, _ in verdicts.values()]
+        values = [verdict.value for verdict in verdicts.values()]
         if len(values) > 1:
             self._counts.disagreements.append(pstdev(values))
-        written = [verdicts[asker][1] for asker in askers if asker in verdicts]
-        reasons = written or [next(iter(verdicts.values()))[1]]
+        written = [verdicts[asker].reason for asker in askers if asker in verdicts]
+        reasons = written or [next(iter(verdicts.values())).reason]
         return Judgement(fmean(values), "\n".join(filter(None, reasons)))
 
     async def _verdicts(
@@ -154,13 +141,13 @@ class Judge:
         askers: Sequence[str],
         most: int,
         request_of: Callable[[str], JudgeRequest],
-    ) -> dict[str, dict[str, Score]]:
+    ) -> dict[str, dict[str, Judgement]]:
         """Return the scores of all verdicts on the texts of a request, by asker.
 
         Askers without a verdict get one while there are fewer than `most`.
         """
         # Stores from before verdicts had askers have the first one under the same digest.
-        key = digest(self._config.served_by, self._endpoint.version(), self._body(same), 0)
+        key = verdict_digest(self._config.served_by, self._endpoint.version(), self._body(same), 0)
         stored = await self._store.in_order(self._store.verdicts, key)
         new = [asker for asker in askers if asker not in stored][: max(most - len(stored), 0)]
         self._counts.cached_calls += len(askers) - len(new)
@@ -169,7 +156,6 @@ class Judge:
         return {asker: read_scores(text, request_of(asker)) for asker, text in stored.items()}
 
     async def _ask(self, key: str, asker: str, request: JudgeRequest) -> None:
-        """Ask for one verdict and keep it."""
         body = self._body(request) | {"seed": derive_seed(self._seed, key, asker)}
         async with self._gate:
             text = await ask(

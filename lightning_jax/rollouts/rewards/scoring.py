@@ -17,12 +17,7 @@ from lightning_jax.rollouts.agents.outcome import (
     outcome_of_error,
     storable,
 )
-from lightning_jax.rollouts.config import (
-    AGENT,
-    MEASURING,
-    RewardConfig,
-    RolloutConfig,
-)
+from lightning_jax.rollouts.config import AGENT, MEASURING, RewardConfig, RolloutConfig
 from lightning_jax.rollouts.rewards.chat import ChatFailed, endpoint_of
 from lightning_jax.rollouts.rewards.components import (
     Attempt,
@@ -31,8 +26,8 @@ from lightning_jax.rollouts.rewards.components import (
     attempt_of,
     weighted_sum,
 )
-from lightning_jax.rollouts.rewards.judge import Judge, Judgement
-from lightning_jax.rollouts.rewards.verdicts import digest
+from lightning_jax.rollouts.rewards.judge import Judge
+from lightning_jax.rollouts.rewards.verdicts import Judgement, verdict_digest
 from lightning_jax.settings.loading import load_function
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.store import Store
@@ -48,7 +43,7 @@ Value = Judgement | Outcome  # of one attempt; an outcome is a failure
 Ask = Callable[[str, Sequence[Attempt]], Awaitable[list[Judgement]]]  # of a judge
 
 
-class Scorer:
+class RewardScorer:
     """Components of a run's reward. Values are recorded in the store.
 
     Failed attempts keep their reward and are shown to no component.
@@ -148,23 +143,12 @@ class Scorer:
                 value = _over_limit(f"rewards.{name} returned", value.value)
             self._failures[name] += 1
             if self.rewards[name].weight:
-                return self._failed(rollout, value)
+                return _failed(rollout, value)
             log.warning("%s: held-out reward %s: %s", rollout.rollout_id, name, value.detail)
         total = weighted_sum(components, self.rewards)
         if not is_bounded([total], limit):
-            return self._failed(rollout, _over_limit("the reward is", total))
+            return _failed(rollout, _over_limit("the reward is", total))
         return replace(rollout, reward=total, components=components)
-
-    def _failed(self, rollout: Rollout, outcome: Outcome) -> Rollout:
-        """Return the rollout failed and without a reward: the agent did its part."""
-        return replace(
-            rollout,
-            status=outcome.status,
-            reward=None,
-            reason=outcome.reason,
-            detail=outcome.detail,
-            components={},
-        )
 
     async def _values(self, name: str, task: Task, attempts: Sequence[Attempt]) -> list[Value]:
         """Return the component's value of each attempt."""
@@ -174,15 +158,16 @@ class Scorer:
         if reward.needs_group:
             if reward.group:
                 return await self._by_group(name, task, attempts)
-            return await self._asked(name, self._judges[name].compare, task, attempts)
+            return await self._by_judge(name, self._judges[name].compare, task, attempts)
         if reward.function:
-            calls = (self._by_function(name, task, attempt) for attempt in attempts)
-            return list(await asyncio.gather(*calls))
+            calls = (self._call(name, task, attempt) for attempt in attempts)
+            results = await asyncio.gather(*calls)
+            return [r if isinstance(r, Outcome) else _checked(name, r[0]) for r in results]
         alike: dict[str, list[Attempt]] = defaultdict(list)
         for attempt in attempts:
-            alike[digest(attempt.transcript)].append(attempt)
+            alike[verdict_digest(attempt.transcript)].append(attempt)
         assess = self._judges[name].assess
-        asking = (self._asked(name, assess, task, equal) for equal in alike.values())
+        asking = (self._by_judge(name, assess, task, equal) for equal in alike.values())
         parts = await asyncio.gather(*asking)
         values = {
             attempt.rollout_id: value
@@ -191,20 +176,18 @@ class Scorer:
         }
         return [values[attempt.rollout_id] for attempt in attempts]
 
-    async def _asked(
+    async def _by_judge(
         self, name: str, ask: Ask, task: Task, attempts: Sequence[Attempt]
     ) -> list[Value]:
         """Return the values that a judge gives, or its failure for each."""
+        fields = {name: value for name, value in task.items() if name != "id"}
+        text = json.dumps(fields, ensure_ascii=False, default=repr)  # transcripts may lack it
         try:
-            return list(await ask(_task_text(task), attempts))
+            return list(await ask(text, attempts))
         except ChatFailed as error:
             detail = f"rewards.{name}: {error}"
             failed = Outcome("infrastructure_failure", None, JUDGE_FAILED, detail)
             return [failed] * len(attempts)
-
-    async def _by_function(self, name: str, task: Task, attempt: Attempt) -> Value:
-        result = await self._call(name, task, attempt)
-        return result if isinstance(result, Outcome) else _checked(name, result[0])
 
     async def _by_group(self, name: str, task: Task, attempts: Sequence[Attempt]) -> list[Value]:
         result = await self._call(name, task, list(attempts))
@@ -215,7 +198,7 @@ class Scorer:
         except TypeError:
             values = []
         if len(values) != len(attempts):
-            text = f"rewards.{name} returned {_shown(result[0])}; expected {len(attempts)} numbers"
+            text = f"rewards.{name} returned {_words(result[0])}; expected {len(attempts)} numbers"
             return [failure(BAD_COMPONENT, text)] * len(attempts)
         return [_checked(name, value) for value in values]
 
@@ -234,10 +217,15 @@ class Scorer:
             return replace(outcome, reason=BAD_COMPONENT, detail=detail)
 
 
+def _failed(rollout: Rollout, outcome: Outcome) -> Rollout:
+    """Return the rollout failed and without a reward, but with the agent's own numbers."""
+    return replace(rollout, **outcome.fields | {"metrics": rollout.metrics}, components={})
+
+
 def _checked(name: str, value: Any) -> Value:
     number = finite(value)
     if number is None:
-        text = f"rewards.{name} returned {_shown(value)}; expected a finite number"
+        text = f"rewards.{name} returned {_words(value)}; expected a finite number"
         return failure(BAD_COMPONENT, text)
     return Judgement(number)
 
@@ -247,18 +235,12 @@ def _over_limit(fact: str, value: float) -> Outcome:
     return failure(BAD_COMPONENT, text)
 
 
-def _shown(value: Any) -> str:
+def _words(value: Any) -> str:
     """Return a foreign value as a short text that a database accepts."""
     try:
         return storable(repr(value)[:200])
     except Exception:  # noqa: BLE001  (foreign code)
         return f"a {type(value).__name__}"
-
-
-def _task_text(task: Task) -> str:
-    """Return the task for a judge, where a transcript does not show it."""
-    fields = {name: value for name, value in task.items() if name != "id"}
-    return json.dumps(fields, ensure_ascii=False, default=repr)
 
 
 def make_scorer(
@@ -268,7 +250,7 @@ def make_scorer(
     limits: RolloutConfig,
     seed: int,
     gateway: Gateway | None,
-) -> Scorer | None:
+) -> RewardScorer | None:
     """Return the scorer of a run, or None without components.
 
     `gateway` has started and answers judges that are no URL; without such it may be None. Raises
@@ -282,4 +264,4 @@ def make_scorer(
         for name, reward in rewards.items()
         if reward.judge
     }
-    return Scorer(rewards, judges, store, decode, limits)
+    return RewardScorer(rewards, judges, store, decode, limits)

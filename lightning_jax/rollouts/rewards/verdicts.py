@@ -50,7 +50,7 @@ class Rubric(BaseModel):
     model_config = ConfigDict(extra="forbid")
     criteria: dict[str, Criterion] = Field(min_length=1)
 
-    def value(self, scores: Mapping[str, int]) -> float:
+    def value(self, scores: Mapping[str, int | float]) -> float:
         """Return the weighted mean of the scores, each as a share of its scale.
 
         With weights above 0 it is between 0 and 1.
@@ -118,14 +118,14 @@ class JudgeRequest:
 
 
 @dataclass(frozen=True)
-class Score:
-    """Score of one key, with the judge's reason or ""."""
+class Judgement:
+    """Value of an attempt, or score of one key, with the judge's reason or ""."""
 
-    score: int
+    value: int | float
     reason: str = ""
 
 
-def read_scores(text: str, request: JudgeRequest) -> dict[str, Score]:
+def read_scores(text: str, request: JudgeRequest) -> dict[str, Judgement]:
     """Return the scores in a judge's answer.
 
     Raises ValueError if one is missing or off its scale.
@@ -144,7 +144,7 @@ def read_scores(text: str, request: JudgeRequest) -> dict[str, Score]:
         if type(score) is not int or not low <= score <= high:
             raise ValueError(f"the score of {key} is {repr(score)[:50]}, not {low} to {high}")
         words = reason if isinstance(reason, str) else ""
-        scores[key] = Score(score, words.encode("utf-8", "replace").decode()[:MAX_REASON_CHARS])
+        scores[key] = Judgement(score, words.encode("utf-8", "replace").decode()[:MAX_REASON_CHARS])
     return scores
 
 
@@ -152,16 +152,15 @@ def read_scores(text: str, request: JudgeRequest) -> dict[str, Score]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparisonRequest(JudgeRequest):
     """Request to compare attempts. `keys` names the entry of each, which equal ones share."""
 
-    request: JudgeRequest
     keys: tuple[str, ...]
 
 
 def comparison(
     task: str, attempts: Sequence[Attempt], judge: JudgeConfig, seed: int
-) -> Comparison | None:
+) -> ComparisonRequest | None:
     """Return the request to compare attempts, or None if all are equal.
 
     The beginning that all transcripts share is shown once. Equal attempts share an entry. The seed
@@ -186,12 +185,9 @@ def comparison(
         _reason_words(judge),
     ]
     data = {"task": beginning or task, "attempts": {keys[text]: text for text in distinct}}
-    request = JudgeRequest(
-        _messages(words, data),
-        {keys[text]: (0, MAX_SCORE) for text in distinct},
-        judge.reasons,
-    )
-    return Comparison(request, tuple(keys[text] for text in texts))
+    scales = {keys[text]: (0, MAX_SCORE) for text in distinct}
+    names = tuple(keys[text] for text in texts)
+    return ComparisonRequest(_messages(words, data), scales, judge.reasons, names)
 
 
 # An assessment of one attempt by a rubric
@@ -219,7 +215,7 @@ def assessment(task: str, attempt: Attempt, judge: JudgeConfig, rubric: Rubric) 
     return JudgeRequest(_messages(words, data), scales, judge.reasons)
 
 
-def digest(*parts: Any) -> str:
+def verdict_digest(*parts: Any) -> str:
     """Return the digest of all that decides a verdict."""
     plain = json.dumps(parts, sort_keys=True, default=asdict)
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()

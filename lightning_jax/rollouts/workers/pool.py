@@ -184,10 +184,10 @@ class WorkerPool:
 class StartedWorker:
     """Worker that a run started.
 
-    `ended` returns how it ended, and the error if its agent is unusable.
+    `end` returns how it ended, and the error if its agent is unusable.
     """
 
-    ended: asyncio.Task[tuple[str, dict[str, Any] | None]]
+    end: asyncio.Task[tuple[str, dict[str, Any] | None]]
     kill: Callable[[], object]
 
 
@@ -207,12 +207,12 @@ class OtherMachines:
 @asynccontextmanager
 async def _start_here(index: int, settings: dict[str, Any]) -> AsyncIterator[StartedWorker]:
     child = ChildProcess(["-P", "-c", CHILD, json.dumps(sys.path)], end_s=END_S)
-    ended = asyncio.create_task(_end_of(child, settings))
+    end = asyncio.create_task(_end_of(child, settings))
     try:
-        yield StartedWorker(ended, partial(kill_group, child.popen.pid))
+        yield StartedWorker(end, partial(kill_group, child.popen.pid))
     finally:
-        ended.cancel()
-        await asyncio.wait({ended})
+        end.cancel()
+        await asyncio.wait({end})
         await run_to_end(child.end_async())
 
 
@@ -253,15 +253,12 @@ async def open_workers(
     )
     local, away = settings | {"url": gateway.local_url}, settings | {"url": gateway.url}
     async with gateway.work.opened(fingerprint(agent), agent.lease_s) as queue:
-        working = [
-            _keep(_start_here, i, local | {"name": f"local-{i}"}, queue) for i in range(number)
-        ]
+        workers: list[tuple[StartWorker, int, dict[str, Any]]]
+        workers = [(_start_here, i, local | {"name": f"local-{i}"}) for i in range(number)]
         if others:
-            working += [
-                _keep(others.start, i, away | {"name": f"cluster-{i}"}, queue)
-                for i in range(num_others)
-            ]
-        keeping = [asyncio.create_task(keep) for keep in working]
+            names = [{"name": f"cluster-{i}"} for i in range(num_others)]
+            workers += [(others.start, i, away | name) for i, name in enumerate(names)]
+        keeping = [asyncio.create_task(_keep(*worker, queue)) for worker in workers]
         try:
             yield WorkerPool(queue, "" if number + num_others else hint)
         finally:
@@ -283,7 +280,7 @@ async def _keep(
             async with start(index, settings) as worker:
                 started, silent = time.monotonic(), asyncio.create_task(queue.silence(name))
                 try:
-                    await asyncio.wait({worker.ended, silent}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({worker.end, silent}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     is_silent = not silent.cancel()
                 if is_silent:
@@ -294,14 +291,21 @@ async def _keep(
         if is_silent:
             num_quick = 0
             continue
-        why, fault = worker.ended.result()
+        why, fault = worker.end.result()
         queue.drop(name, why)
         if fault is not None:
             queue.fail(ConfigError(fault["message"], reason=fault["reason"], key=fault["key"]))
             return
         num_quick = num_quick + 1 if time.monotonic() - started < QUICK_S else 0
         if num_quick == MAX_QUICK:
-            queue.fail(_ends_again_and_again(name, why))
+            error = UserError(
+                f"worker {name} ended {MAX_QUICK} times in a row soon after its start, and the "
+                f"last time it {why}; read what it printed, or set agent.workers=0 and "
+                "cluster.workers=0.",
+                reason="worker_ended",
+                key=name,
+            )
+            queue.fail(error)
             return
         log.warning(
             "worker %s %s; its rollouts are tried again, and it is started again",
@@ -309,12 +313,3 @@ async def _keep(
             extra={"event": "worker_ended", "worker": name},
         )
         await asyncio.sleep(backoff_s(num_quick, FIRST_DELAY_S, MAX_DELAY_S))
-
-
-def _ends_again_and_again(name: str, why: str) -> UserError:
-    return UserError(
-        f"worker {name} ended {MAX_QUICK} times in a row soon after its start, and the last time "
-        f"it {why}; read what it printed, or set agent.workers=0 and cluster.workers=0.",
-        reason="worker_ended",
-        key=name,
-    )

@@ -88,7 +88,7 @@ async def run_from_settings(settings: Mapping[str, Any]) -> dict[str, Any] | Non
     go_direct(settings["url"])  # before the agent makes its clients
     try:
         agent = await asyncio.to_thread(make_agent, config)
-        await work(
+        await run_worker(
             agent,
             fingerprint(config),
             Server(settings["url"], settings["key"]),
@@ -139,7 +139,7 @@ async def _until_closed(
     return None if working.cancelled() else working.result()
 
 
-async def work(
+async def run_worker(
     agent: Agent, digests: Mapping[str, str], server: Server, *, concurrency: int, name: str
 ) -> None:
     """Take and run rollouts until cancelled. Then give running ones back.
@@ -157,7 +157,7 @@ async def work(
 
 
 class Worker:
-    """Taker of leases. See `work`."""
+    """Taker of leases. See `run_worker`."""
 
     def __init__(
         self,
@@ -210,7 +210,6 @@ class Worker:
             await self._post(f"{lease_id}/report", as_report(stopped()), STOP_S)
 
     async def _take(self) -> tuple[str, LeasedWork]:
-        """Return the next lease and its work."""
         body = {"worker": self._name, "agent": self._fingerprint, "version": VERSION}
         while True:
             answer = await self._post_until_answered("take", body, TAKE_TIMEOUT_S)
@@ -326,7 +325,9 @@ class Worker:
         try:
             async with self._http.post(url, json=body, timeout=timeout) as answer:
                 status, raw = answer.status, await answer.read()
-            content = _object_in(raw) if status == 200 else _error_in(raw)
+            content = json.loads(raw) if status == 200 else _error_in(raw)
+            if not isinstance(content, dict):
+                raise ValueError("it answers with something else than an object")
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise Unreachable(str(error) or type(error).__name__) from error
         if status == 200:
@@ -339,14 +340,6 @@ class Worker:
             raise Unreachable(message)
         code = content.get("code") or "refused"
         raise Refused(f"{self._url}: {message}", reason=code, key=path)
-
-
-def _object_in(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body. Raises ValueError if there is none."""
-    body = json.loads(raw)
-    if not isinstance(body, dict):
-        raise ValueError("it answers with something else than an object")
-    return body
 
 
 def _error_in(raw: bytes) -> dict[str, str]:

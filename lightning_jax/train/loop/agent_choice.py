@@ -20,34 +20,23 @@ MAX_DEFAULT = 4  # workers on a machine with many cores
 CORES_PER_WORKER = 4
 
 
-def choose_trained_agent(
+def choose_agent(
     config: AgentConfig,
     function: Any,
     tasks: Sequence[Task],
     *,
     num_others: int = 0,
-    samples: bool = True,
+    is_needed: bool = True,
 ) -> Agent | int | None:
-    """Like `choose_agent`, but return None if no agent is named and none is needed.
-
-    Programs outside may run it, or the run learns without `samples`. `num_others` workers run
-    elsewhere, whom Ray places.
-    """
-    if (config.external or not samples) and function is None and not config.is_named:
-        return None
-    return choose_agent(config, function, tasks, num_others=num_others)
-
-
-def choose_agent(
-    config: AgentConfig, function: Any, tasks: Sequence[Task], *, num_others: int = 0
-) -> Agent | int:
     """Return the agent, loaded, or the number of local workers that will load it.
 
-    With 0 of them, others have to join.
-
-    `function` replaces the agent of the settings. Raises ConfigError if the agent is unusable, or
-    if workers are set that could not run it on these tasks.
+    With 0 of them, others have to join. `num_others` workers run elsewhere, whom Ray places.
+    `function` replaces the agent of the settings. Return None if none is named and none is needed.
+    Raises ConfigError if the agent is unusable, or if workers are set that could not run it on
+    these tasks.
     """
+    if not (is_needed or function or config.is_named):
+        return None
     _check_fields(config, tasks)
     chosen, has_others = config.workers, config.remote_workers or num_others > 0
     if chosen is None:

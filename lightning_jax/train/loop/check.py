@@ -4,18 +4,20 @@ Sections check their values and `rules` when they are made. The checks here are 
 packages and variables, before a run starts. The trainer checks limits and devices of the process.
 """
 
+import importlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lightning_jax.cluster.ray_session import require_ray
 from lightning_jax.models.model_files import ModelError, local_path, read_chat_template
 from lightning_jax.models.policies import TEACHER
-from lightning_jax.rollouts.config import JudgeConfig, RewardConfig, require_agent
+from lightning_jax.rl.config import DistillConfig
+from lightning_jax.rollouts.config import ChatModel, JudgeConfig, RewardConfig, require_agent
 from lightning_jax.rollouts.rewards.verdicts import read_rubric
 from lightning_jax.settings import ConfigError, changed_keys, load_config, read_saved
 from lightning_jax.settings.loading import check_reference, find_program
 from lightning_jax.settings.paths import named_files
 from lightning_jax.settings.schema import PathKind
-from lightning_jax.train.config import Config
+from lightning_jax.train.config import Config, LearnConfig
 from lightning_jax.train.directory import CHECKPOINTS, SETTINGS, STORE, require_run
 from lightning_jax.train.sinks import check_sinks
 
@@ -28,28 +30,34 @@ def check_start(config: Config) -> None:
     """
     check_model(config)
     if config.learn.run is not None:
-        _check_learn(config)
+        changed = changed_keys(Path(config.run_dir) / SETTINGS, config)
+        _check_learn(config.learn, config.run_dir, changed, config.distill)
     elif not config.agent.external:
         require_agent(config.agent)
     check_files(config)
-    require_ray(config.cluster)
+    if config.cluster.address is not None:
+        importlib.import_module("lightning_jax.cluster.ray_session").require_ray(config.cluster)
     check_sinks(config.metrics.sinks)
-    _check_directory(config)
+    _check_directory(config.run_dir, _changed_weights(config))
 
 
-def _check_learn(config: Config) -> None:
-    """Raise ConfigError for settings of a run that cannot learn from stored attempts."""
-    require_run(Path(config.learn.run or ""), SETTINGS, STORE)
-    saved = Path(config.run_dir) / SETTINGS
-    changed = [key for key in changed_keys(saved, config) if key.startswith("learn.")]
-    if changed := [key for key in changed if key != "learn.num_steps"]:
+def _check_learn(
+    learn: LearnConfig, run_dir: str, changed: Sequence[str], distill: DistillConfig
+) -> None:
+    """Raise ConfigError for settings of a run that cannot learn from stored attempts.
+
+    `changed` are the settings that differ from those of a run that has begun.
+    """
+    require_run(Path(learn.run or ""), SETTINGS, STORE)
+    others = [key for key in changed if key.startswith("learn.") and key != "learn.num_steps"]
+    if others:
         raise ConfigError(
-            f"run directory {config.run_dir} already exists and has another {changed[0]}; pass "
-            "another run_dir.",
+            f"run directory {run_dir} already exists and has another {others[0]}; pass another "
+            "run_dir.",
             reason="exists",
             key="run_dir",
         )
-    if config.distill.has_teacher:
+    if distill.has_teacher:
         raise ConfigError(
             "stored rollouts are learned without a teacher; set distill.teacher, "
             "distill.teacher_url and distill.hint to null.",
@@ -72,7 +80,7 @@ def check_files(config: Config) -> None:
 
     Programs of an agent that only runs in workers elsewhere need not be here.
     """
-    check_judges(config)
+    check_judges(config.chat_models.values())
     has_other_workers = config.agent.remote_workers or config.cluster.workers > 0
     needs_program = bool(config.agent.workers) or not has_other_workers
     for key, kind, value in named_files(config):
@@ -94,9 +102,9 @@ def read_rewards(file: Path) -> dict[str, RewardConfig]:
     return rewards
 
 
-def check_judges(config: Config) -> None:
+def check_judges(models: Iterable[ChatModel]) -> None:
     """Raise ConfigError for a rubric that cannot be used, or a key that is not set."""
-    for model in config.chat_models.values():
+    for model in models:
         _ = model.key  # raises if it is not set
         if isinstance(model, JudgeConfig) and model.rubric:
             read_rubric(model.rubric)
@@ -118,20 +126,20 @@ def check_model(config: Config) -> None:
         read_chat_template(config.model.chat_template)
 
 
-def _check_directory(config: Config) -> None:
-    """Raise ConfigError if the run's directory is none, or of a run with other weights."""
-    directory = Path(config.run_dir)
+def _check_directory(run_dir: str, changed: Sequence[str]) -> None:
+    """Raise ConfigError if the run's directory is none, or of a run with other weights.
+
+    `changed` are settings of the weights that differ from those of a run that has begun.
+    """
+    directory = Path(run_dir)
     for path in (directory, *directory.parents):
         if path.exists() and not path.is_dir():
             raise ConfigError(
-                f"run_dir is {config.run_dir}, but {path} is a file; set another run_dir.",
+                f"run_dir is {run_dir}, but {path} is a file; set another run_dir.",
                 reason="not_a_directory",
                 key="run_dir",
             )
-    saved, checkpoints = directory / SETTINGS, directory / CHECKPOINTS
-    if not saved.exists():
-        return
-    changed = _changed_weights(saved, config)
+    checkpoints = directory / CHECKPOINTS
     if changed and checkpoints.is_dir() and any(p.name.isdecimal() for p in checkpoints.iterdir()):
         raise ConfigError(
             f"{directory} holds a run with another {', '.join(changed)}, whose checkpoint does "
@@ -141,8 +149,11 @@ def _check_directory(config: Config) -> None:
         )
 
 
-def _changed_weights(saved: Path, config: Config) -> list[str]:
+def _changed_weights(config: Config) -> list[str]:
     """Return the changed settings that decide which weights a checkpoint holds."""
+    saved = Path(config.run_dir) / SETTINGS
+    if not saved.exists():
+        return []
     changed = [key for key in changed_keys(saved, config) if key.startswith("model.lora.")]
     if not config.model.lora.rank and "model.lora.rank" not in changed:
         changed = []  # without adapters the rest has no effect

@@ -24,14 +24,15 @@ from lightning_jax.rollouts.workers.pool import Execution
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train.config import Config
-from lightning_jax.train.loop.open_group import OpenGroup, task_digest
 from lightning_jax.train.tasks.source import (
     Group,
+    OpenGroup,
     Source,
     StepGroups,
     completed,
     newest_complete,
     start_scoring,
+    task_digest,
 )
 from lightning_jax.types import FINISHED, LLM, Metrics, Rollout, Task
 
@@ -232,14 +233,14 @@ class ExternalGroups(Source):
         if len(self._open) < self._num_to_warn:
             return
         self._num_to_warn *= 2
-        left = [group for group in self._open if not group.is_running]
-        if 2 * len(left) >= len(self._open):
+        idle_groups = [group for group in self._open if not group.is_running]
+        if 2 * len(idle_groups) >= len(self._open):
             log.warning(
                 "%d groups have fewer than rollout.group_size=%d attempts and none is running, "
                 "such as %s; a step takes only complete ones, so open that many rollouts for each "
                 "task, with the same group and an equal task",
-                *(len(left), self._config.rollout.group_size, brief(left[0].name)),
-                extra={"event": "groups_incomplete", "number": len(left)},
+                *(len(idle_groups), self._config.rollout.group_size, brief(idle_groups[0].name)),
+                extra={"event": "groups_incomplete", "number": len(idle_groups)},
             )
 
     async def _run(
@@ -330,8 +331,8 @@ class ExternalGroups(Source):
         Return the number of those of `step`.
         """
         store = self.store
-        found = await store.in_order(store.external_groups, first, step)
-        for stored in found:
+        stored_groups = await store.in_order(store.external_groups, first, step)
+        for stored in stored_groups:
             rollouts = await store.in_order(store.rollouts, group_id=stored.group_id)
             if any(rollout.superseded for rollout in rollouts):
                 continue
@@ -350,7 +351,7 @@ class ExternalGroups(Source):
                 self._complete_group(group)
         if not self._is_ready:
             self._complete.sort(key=lambda group: (group.version, group.key))
-        return sum(stored.step == step for stored in found)
+        return sum(stored.step == step for stored in stored_groups)
 
     def _choose(self, number: int) -> list[Group] | None:
         """Return the groups to take, or None if the step has to wait."""

@@ -74,15 +74,15 @@ class PolicySource:
         Raises ConfigError if the run has no trained policy that can be loaded.
         """
         if self.run_dir is not None:
-            found = find_weights(self.run_dir)
-            if config.policies and not found.is_exported:
+            weights = find_weights(self.run_dir)
+            if config.policies and not weights.is_exported:
                 raise ConfigError(
                     f"run {self.run_dir} trains several policies and has not ended; let it end, "
                     "because its checkpoints cannot be evaluated.",
                     reason="not_exported",
                     key=str(self.run_dir),
                 )
-            return [str(found.path / name) for name in config.policies or ("",)]
+            return [str(weights.path / name) for name in config.policies or ("",)]
         if self.model is not None:
             return [self.model] * max(len(config.policies), 1)
         bases = [policy.base for policy in config.policies.values()] or [None]
@@ -141,14 +141,14 @@ async def open_runner(
     async with AsyncExitStack() as at_end:
         config = at_end.enter_context(guarded_process(config))
         source = source.with_fixed_path()
-        made = choose_agent(config.agent, agent, tasks)
+        runs_agent = choose_agent(config.agent, agent, tasks)
         config = replace(config, prompt_search=PromptSearchConfig())  # its model is not needed
         if source.server is not None:
             remote = RemoteEngine(source.label(config), config.serve)
             gateway = Gateway(remote, store, routing=remote_routing(config.roles, source.server))
         else:
             gateway = serve_policies(with_dtypes(config), source, store)
-        service = open_service(gateway, made, config)
+        service = open_service(gateway, runs_agent, config)
         runner = await at_end.enter_async_context(service)
         if source.run_dir is not None:
             chosen = read_chosen(source.run_dir)
@@ -186,13 +186,13 @@ def _load_first(config: Config, source: PolicySource, name: str) -> LoadedModel:
     """Load the model of this name, which may be a checkpoint of the run."""
     if source.run_dir is None:
         return load_configured(replace(config.model, name=name))
-    found = find_weights(source.run_dir)
-    if found.is_exported:  # has the settings' template and its variables in it
+    weights = find_weights(source.run_dir)
+    if weights.is_exported:  # has the settings' template and its variables in it
         exported = replace(config.model, name=name, chat_template=None, chat_template_kwargs={})
         return load_configured(exported)
     initial = load_trainable(config)
-    with closing(Checkpointer(found.path.parent, config.checkpoint)) as checkpointer:
-        trained = checkpointer.restore_params(trained_part(initial.params), found.step)
+    with closing(Checkpointer(weights.path.parent, config.checkpoint)) as checkpointer:
+        trained = checkpointer.restore_params(trained_part(initial.params), weights.step)
     return merged(replace(initial, params=overlay(initial.params, trained)))
 
 
@@ -205,14 +205,14 @@ async def run_tasks(
     """
     requests = make_requests(tasks, phase, step, group_size)
     progress = Progress(lambda: count_work(runner.gateway.stats()))
-    progress.begin(phase, len(requests))
+    progress.begin_phase(phase, len(requests))
     with (
         logging_redirect_tqdm(),
         tqdm(total=len(requests), disable=None, leave=False, bar_format=BAR) as bar,
     ):
 
         def count(rollout: Rollout) -> None:
-            progress.advance(phase)
+            progress.rollout_ended(phase)
             bar.update()
 
         async with show_progress(progress, bar):

@@ -9,10 +9,10 @@ from pathlib import Path
 from lightning_jax.errors import UserError
 from lightning_jax.models.formats.find import load_tokenizer
 from lightning_jax.rollouts.config import RewardConfig
-from lightning_jax.rollouts.rewards.scoring import Scorer, make_scorer
+from lightning_jax.rollouts.rewards.scoring import RewardScorer, make_scorer
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.traces.store import Store, TemporaryStore
-from lightning_jax.train.config import Config
+from lightning_jax.train.config import Config, LearnConfig
 from lightning_jax.train.directory import SETTINGS, STORE
 from lightning_jax.train.loop.check import check_judges
 from lightning_jax.train.loop.inference import PolicySource, serve_policies
@@ -27,12 +27,11 @@ READ = ["run_dir", "seed", "model", "data", "serve", "rollout", "algorithm", "me
 Pair = tuple[Rollout, Rollout]
 
 
-async def rescore(config: Config) -> dict[str, Rollout]:
-    """Return the rollouts that `config.learn` names with the rewards of `config`, by their id."""
-    learn = config.learn
+async def rescore(learn: LearnConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, Rollout]:
+    """Return the rollouts that `learn` names with these rewards, by their id."""
     assert learn.run is not None, "a run is named"
     groups = await rescored_groups(
-        Path(learn.run), config.rewards, phase=learn.phase, limit=learn.num_groups
+        Path(learn.run), rewards, phase=learn.phase, limit=learn.num_groups
     )
     return {after.rollout_id: after for group in groups for _, after in group}
 
@@ -49,7 +48,7 @@ async def rescored_groups(
     saved = load_config(Config, [str(run_dir / SETTINGS)], only=READ)
     serve = replace(saved.serve, host="127.0.0.1", port=0, api_key=None)
     config = replace(saved, run_dir=str(run_dir), rewards=dict(rewards), serve=serve)
-    check_judges(config)
+    check_judges(config.chat_models.values())
     with closing(Store(run_dir / STORE)) as store:
         groups = finished_groups(store, phase)
         groups = evenly_spaced(groups, limit or len(groups))
@@ -59,7 +58,11 @@ async def rescored_groups(
                 reason="empty",
                 key="--phase",
             )
-        rescored = await _rescored(config, store, groups)
+        tasks: dict[str, Task] = {}
+        with suppress(UserError):
+            tasks = {str(task["id"]): task for split in load_tasks(config) for task in split}
+        async with _open_scorer(config, store) as scorer:
+            rescored = await _rescored(scorer, store, groups, tasks)
     pairs = scored_pairs(rescored)
     if not any(after.status == "scored" for _, after in pairs):
         first = pairs[0][1]
@@ -82,22 +85,28 @@ def _was_scored(rollout: Rollout) -> bool:
 
 
 async def _rescored(
-    config: Config, store: Store, groups: Sequence[Sequence[Rollout]]
+    scorer: RewardScorer,
+    store: Store,
+    groups: Sequence[Sequence[Rollout]],
+    tasks: Mapping[str, Task],
 ) -> list[list[Pair]]:
-    tasks = _tasks(config, store, groups)
-    async with _open_scorer(config, store) as scorer:
-        names = scorer.components(groups[0][0].phase)
-        scoring = [
-            scorer.rescore(task, list(filter(_was_scored, group)), names)
-            for task, group in zip(tasks, groups, strict=True)
-        ]
-        found = [changed for changed, _ in await asyncio.gather(*scoring)]
-    by_id = {rollout.rollout_id: rollout for changed in found for rollout in changed}
+    """Score the groups by the task of that id or, without one, as the store recorded it."""
+    names = scorer.components(groups[0][0].phase)
+    scoring = []
+    for group in groups:
+        first = group[0]
+        task = tasks.get(first.task_id) or {
+            "id": first.task_id,
+            **store.task_fields(first.rollout_id),
+        }
+        scoring.append(scorer.rescore(task, list(filter(_was_scored, group)), names))
+    rescored = [rollouts for rollouts, _ in await asyncio.gather(*scoring)]
+    by_id = {rollout.rollout_id: rollout for rollouts in rescored for rollout in rollouts}
     return [[(r, by_id.get(r.rollout_id, r)) for r in group] for group in groups]
 
 
 @asynccontextmanager
-async def _open_scorer(config: Config, store: Store) -> AsyncIterator[Scorer]:
+async def _open_scorer(config: Config, store: Store) -> AsyncIterator[RewardScorer]:
     """Yield a scorer, and serve the initial weights as long as a judge needs them."""
     async with AsyncExitStack() as at_end:
         gateway = None
@@ -108,17 +117,6 @@ async def _open_scorer(config: Config, store: Store) -> AsyncIterator[Scorer]:
             gateway.engine.start()
             await at_end.enter_async_context(gateway)
         decode = load_tokenizer(config.model.name).decode
-        made = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
-        assert made is not None, "there are components"
-        yield made
-
-
-def _tasks(config: Config, store: Store, groups: Sequence[Sequence[Rollout]]) -> list[Task]:
-    """Return the task of each group: as the run's data have it, else as the store recorded it."""
-    known: dict[str, Task] = {}
-    with suppress(UserError):
-        known = {str(task["id"]): task for tasks in load_tasks(config) for task in tasks}
-    first = [group[0] for group in groups]
-    return [
-        known.get(r.task_id) or {"id": r.task_id, **store.task_fields(r.rollout_id)} for r in first
-    ]
+        scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
+        assert scorer is not None, "there are components"
+        yield scorer

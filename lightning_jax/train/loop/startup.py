@@ -3,9 +3,7 @@ gateway, runner.
 """
 
 import logging
-import random
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
@@ -13,7 +11,6 @@ from pathlib import Path
 
 import jax
 from aiohttp import web
-from filelock import FileLock, Timeout
 
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http.server import local_url
@@ -31,32 +28,43 @@ from lightning_jax.rollouts.runner import Runner
 from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.rollouts.workers.pool import OtherMachines, open_workers
 from lightning_jax.settings import ConfigError, changed_keys, load_config
-from lightning_jax.system.files import make_private, warn_if_open
 from lightning_jax.system.memory import freeze_objects, return_freed_memory
 from lightning_jax.system.network import go_direct
 from lightning_jax.system.process_state import kept_process
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import LOCK, SETTINGS, STORE, recorded_end, with_fixed_paths
-from lightning_jax.train.loop.agent_choice import choose_trained_agent
+from lightning_jax.train.directory import METRICS, SETTINGS, STORE, locked, with_fixed_paths
+from lightning_jax.train.hook import Hook
+from lightning_jax.train.loop.agent_choice import choose_agent
+from lightning_jax.train.loop.collect import Collector
 from lightning_jax.train.loop.groups import untaken_ids
+from lightning_jax.train.loop.hooks import CompileAhead, UserHook
 from lightning_jax.train.loop.run import Run
-from lightning_jax.train.loop.serving import prepare_serving, requests_at_once
+from lightning_jax.train.loop.serving import ServedWeights, prepare_serving, requests_at_once
 from lightning_jax.train.memory import plan
-from lightning_jax.train.prompts.chosen import forget_chosen
+from lightning_jax.train.prompts.chosen import forget_chosen, present_prompts, read_chosen
 from lightning_jax.train.prompts.search import PromptSearch, check_search
 from lightning_jax.train.sinks import check_sinks
 from lightning_jax.train.state.multihost import Leader
 from lightning_jax.train.state.replica import Replica
 from lightning_jax.train.state.resume import digests, find_changes, resume
-from lightning_jax.train.tasks.hints import make_hints
+from lightning_jax.train.tasks.hints import Hints, TeacherWeights, make_hints
 from lightning_jax.train.tasks.pipelines import Pipelines, no_tasks
 from lightning_jax.train.tasks.stored import Stored
+from lightning_jax.train.watch.metrics import MetricsLog
+from lightning_jax.train.watch.progress import Progress, count_work
+from lightning_jax.train.watch.watches import (
+    DropWatch,
+    FiniteWatch,
+    GamingWatch,
+    LearningWatch,
+    MismatchWatch,
+    PackingWatch,
+    UnusedWatch,
+)
 from lightning_jax.types import LLM, Task
 
 log = logging.getLogger(__name__)
-
-LOCK_S = 1.0  # to wait for the lock of a run directory
 
 # Makes the page of a run directory that its server shows. The text is the key that it asks for.
 MakePage = Callable[[Path, str, ReadActivity], web.Application]
@@ -83,20 +91,21 @@ async def open_run(
         train_tasks, dev_tasks = with_ids(train_tasks), with_ids(dev_tasks)
         if not train_tasks and stored is None and not config.agent.external:
             raise no_tasks()
-        made = choose_trained_agent(
+        runs_agent = choose_agent(
             config.agent,
             agent,
             (*train_tasks, *dev_tasks),
             num_others=config.cluster.workers,
-            samples=stored is None,
+            is_needed=stored is None and not config.agent.external,
         )
-        if made is None:
+        if runs_agent is None:
             log.info("no evaluations: nothing here runs the agent; set agent.function")
             dev_tasks = []
-        check_search(config, train_tasks)
+        check_search(config.prompt_search, train_tasks)
+        user_hooks = [UserHook(reference, config) for reference in config.hooks]
         algorithm = load_choices(config.algorithm)
         directory = Path(config.run_dir)
-        at_end.enter_context(_locked(directory))  # before loading the model, which takes long
+        at_end.enter_context(locked(directory))  # before loading the model, which takes long
         config = with_dtypes(config)
         sources = digests(config, train_tasks, dev_tasks, agent)
         changed = find_changes(directory, changed_keys(directory / SETTINGS, config), sources)
@@ -117,27 +126,56 @@ async def open_run(
         if make_page is not None:
             add_page(make_page, directory, config.serve.api_key, served.gateway)
         return_freed_memory()  # copies of the weights on their way to the engines
-        service = open_service(
-            served.gateway,
-            made,
-            config,
-            requests_at_once(config),
-            served.server,
-            served.workers,
+        runner = await at_end.enter_async_context(
+            open_service(
+                *(served.gateway, runs_agent, config),
+                num_requests=requests_at_once(config.rollout),
+                server=served.server,
+                others=served.workers,
+            )
         )
-        runner = await at_end.enter_async_context(service)
-        run = Run(
-            replica.config,
-            model,
-            pipelines,
-            leader,
-            served.weights,
-            runner,
-            PromptSearch(config, runner, train_tasks, replica.step),
-            hints,
-        )
+        run = _make_run(leader, served.weights, pipelines, runner, train_tasks, hints, user_hooks)
         at_end.push_async_exit(lambda _, error, __: run.close(error))
         yield run
+
+
+def _make_run(
+    leader: Leader[Replica],
+    served: ServedWeights,
+    pipelines: Pipelines,
+    runner: Runner,
+    tasks: Sequence[Task],
+    hints: Hints | None,
+    user_hooks: Sequence[Hook],
+) -> Run:
+    """Make the run with all its hooks, in the order in which it calls them."""
+    replica, config = leader.target, leader.target.config
+    directory, num_warmup = Path(config.run_dir), config.warmup.num_steps
+    runner.prompts.update(present_prompts(config.prompts, read_chosen(directory), replica.step))
+    collector = Collector(config, pipelines, runner)
+    metrics = MetricsLog(directory / METRICS, replica.step, config.metrics, config.eval.by)
+    progress = Progress(lambda: count_work(runner.gateway.stats()))
+    hooks = [
+        metrics,
+        progress,
+        CompileAhead(replica, config.total_steps - replica.step),
+        PromptSearch(
+            *(config.prompt_search, runner, tasks, directory),
+            range(num_warmup, config.total_steps),
+            collector.begin_phase,
+        ),
+        TeacherWeights(config.distill, num_warmup, hints),
+        FiniteWatch(replica.policies, config.algorithm.max_nonfinite_steps),
+        PackingWatch(config.batch),
+        DropWatch(config.batch),
+        UnusedWatch(collector.reader, collector.groups.store),
+        GamingWatch(config.rewards),
+        LearningWatch(),
+    ]
+    if pipelines.stored_steps is None:  # else other weights have sampled
+        hooks.append(MismatchWatch(config.model.dtype))
+    hooks += user_hooks
+    return Run(config, leader, served, collector, metrics, progress, hooks)
 
 
 @contextmanager
@@ -202,53 +240,13 @@ def add_page(make_page: MakePage, directory: Path, key: str | None, gateway: Gat
     Agents share the gateway's port, and no key of a rollout opens the page. Without a key in the
     settings, the page has one of its own, which gives no right but to read.
     """
-    made = secrets.token_urlsafe(24)
-    login = " (its key is serve.api_key)" if key else f"#key={made}"
-    gateway.show_page(make_page(directory, key or made, gateway.activity), login)
+    page_key = key or secrets.token_urlsafe(24)
+    login = " (its key is serve.api_key)" if key else f"#key={page_key}"
+    gateway.show_page(make_page(directory, page_key, gateway.activity), login)
 
 
 async def _no_agent(task: Task, llm: LLM) -> float:
     raise AssertionError("programs outside run the agent")
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Lock the directory. Raises ConfigError if another process trains there."""
-    make_private(directory)
-    warn_if_open(directory)
-    lock = FileLock(directory / LOCK)
-    try:
-        _acquire(lock)
-    except Timeout:
-        raise ConfigError(
-            f"another process trains in {directory}; stop it, wait for it, or set another run_dir.",
-            reason="locked",
-            key="run_dir",
-        ) from None
-    except (OSError, NotImplementedError) as error:  # a file system without locks
-        log.info("%s cannot be locked (%s); do not start a second run there", directory, error)
-    try:
-        with recorded_end(directory):
-            yield
-    finally:
-        lock.release()
-
-
-def _acquire(lock: FileLock) -> None:
-    """Take the lock. Raises Timeout if it is not free for an instant within LOCK_S.
-
-    Whoever looks whether a run is going on shares the lock for an instant. Tries at random moments
-    do not keep step with looks at regular ones.
-    """
-    until = time.monotonic() + LOCK_S
-    while True:
-        try:
-            lock.acquire(timeout=0)
-            return
-        except Timeout:
-            if time.monotonic() > until:
-                raise
-            time.sleep(random.uniform(0.0, 0.02))
 
 
 def with_dtypes(config: Config) -> Config:

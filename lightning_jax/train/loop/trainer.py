@@ -1,18 +1,7 @@
 """Training loop: collect rollouts, assign credit, batch, update, publish the weights, evaluate.
 
-`train` runs it from the current state of a run directory to `config.total_steps`:
-
-    run_dir/config.yaml     the resolved settings
-    run_dir/sources.json    digests of the agent's file and the tasks
-    run_dir/store.sqlite    every rollout and every span
-    run_dir/checkpoints/    params, optimizer state, positions in the task pipelines
-    run_dir/run.lock        lock of the process that uses the directory
-    run_dir/ended.json      how its last process ended: finished, stopped or failed, and why
-    run_dir/metrics.jsonl   a row per step: row s is about weights version s and its update
-    run_dir/curves.png      plot of the metrics, redrawn every half minute at most and at the end
-    run_dir/policy/         the trained policy as a Hugging Face directory
-    run_dir/policy_adapter/ its adapters alone, in peft's format, if model.lora has them
-                            (with several policies, each has a subdirectory of its name in both)
+`train` runs it from the current state of a run directory to `config.total_steps`.
+docs/concepts/loop.md lists the files of a run directory.
 
 Version s of the weights is the result of s trainer steps. A step makes one optimizer update, or
 more if `algorithm.num_epochs` and `num_minibatches` say so. After a crash the loop resumes from the
@@ -29,13 +18,15 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lightning_jax.rollouts.agents.functions import AgentFunction
+from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.results.failures import BrokenAgent
 from lightning_jax.rollouts.runner import TooManyFailures
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.descriptors import limit_of_files, number_free
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.convert import COLDEST
-from lightning_jax.train.config import Config
+from lightning_jax.train.config import Config, EvalConfig
+from lightning_jax.train.loop.hooks import HookError
 from lightning_jax.train.loop.rescored import rescore
 from lightning_jax.train.loop.run import Run
 from lightning_jax.train.loop.startup import MakePage, load_trainable, open_run, with_dtypes
@@ -72,11 +63,13 @@ async def train(
     if not multihost.is_leader():
         await _follow(with_dtypes(config))
         return []
-    _check_files(config)
-    _warn_of_bias(config)
+    _check_files(config.rollout, config.eval)
+    if config.num_steps:
+        _warn_of_bias(config.rollout)
     stored = None
     if config.learn.run is not None:
-        rescored = await rescore(config) if config.learn.rescored else None
+        learn = config.learn
+        rescored = await rescore(learn, config.rewards) if learn.rescored else None
         config, stored = await asyncio.to_thread(read_stored, config, rescored)
     opened = open_run(
         config, train_tasks, dev_tasks, agent=agent, make_page=make_page, stored=stored
@@ -105,15 +98,14 @@ async def _run_steps(run: Run, total_steps: int, bar: tqdm) -> None:
             bar.update(run.step - bar.n)  # a warm-up that ends early skips steps
     finally:
         await run.collector.groups.close()
-    searched = await run.search_prompts()
-    if final := searched | await run.evaluate():
-        run.metrics.write(run.step, final)
+    await run.last_evaluation()
 
 
 async def _save_at_end(run: Run, steps: Coroutine[Any, Any, None]) -> None:
     """Run the steps, and save the last one.
 
-    Also save if the run is stopped, while its agents end, or if its rollouts fail too often.
+    Also save if the run is stopped, while its agents end, or if its rollouts fail too often or a
+    hook of the settings fails.
     """
     running = asyncio.create_task(steps)
     try:
@@ -130,7 +122,7 @@ async def _save_at_end(run: Run, steps: Coroutine[Any, Any, None]) -> None:
         if not running.cancelled():
             running.result()
         raise
-    except (BrokenAgent, TooManyFailures):
+    except (BrokenAgent, TooManyFailures, HookError):
         await _save_progress(run)
         raise
     if run.config.total_steps:  # else there are no moments, which a longer run would miss
@@ -142,11 +134,10 @@ async def _save_progress(run: Run) -> None:
     if run.step == 0:
         return
     try:
-        await run.save()
+        if await run.save():
+            log.info("saved step %d", run.step)
     except CheckpointError as error:  # the run has another reason to end
         log.warning("%s", error)
-    else:
-        log.info("saved step %d", run.step)
 
 
 async def _follow(config: Config) -> None:
@@ -171,19 +162,18 @@ async def _follow(config: Config) -> None:
         raise
 
 
-def _warn_of_bias(config: Config) -> None:
+def _warn_of_bias(rollout: RolloutConfig) -> None:
     """Warn if rollouts are sampled from another distribution than the trained one.
 
     Gradients are those of the unfiltered policy at a call's temperature. Other samples bias them.
     """
-    rollout = config.rollout
     exact = {
         "temperature": rollout.temperature is not None and rollout.temperature >= COLDEST,
         "top_p": rollout.top_p == 1.0,
         "top_k": rollout.top_k == 0,
     }
     named = [f"rollout.{name}" for name, is_exact in exact.items() if not is_exact]
-    if config.num_steps and named:
+    if named:
         log.warning(
             "%s: rollouts may be sampled from a different distribution than the trained policy, "
             "which biases gradients; set a temperature of %s or more, top_p 1 and top_k 0 (see "
@@ -194,18 +184,18 @@ def _warn_of_bias(config: Config) -> None:
         )
 
 
-def _check_files(config: Config) -> None:
+def _check_files(rollout: RolloutConfig, evaluation: EvalConfig) -> None:
     """Raise the limit of open files. Raises ConfigError if the agents need more."""
-    rollout, free = config.rollout, number_free()
+    free = number_free()
     in_a_step = max(
         rollout.tasks_per_step * rollout.group_size,
-        config.eval.num_tasks * max(1, config.eval.attempts),
+        evaluation.num_tasks * max(1, evaluation.attempts),
     )
-    at_once = min(rollout.concurrency, in_a_step)
-    if at_once * FILES_PER_AGENT > free:
+    num_agents = min(rollout.concurrency, in_a_step)
+    if num_agents * FILES_PER_AGENT > free:
         raise ConfigError(
-            f"{at_once} concurrent agents need about {at_once * FILES_PER_AGENT} open files, but "
-            f"only {max(free, 0)} of {limit_of_files()} are free; set "
+            f"{num_agents} concurrent agents need about {num_agents * FILES_PER_AGENT} open files, "
+            f"but only {max(free, 0)} of {limit_of_files()} are free; set "
             f"rollout.concurrency={max(free // FILES_PER_AGENT, 1)}, or raise the hard limit "
             "(ulimit -Hn).",
             reason="conflict",

@@ -55,14 +55,15 @@ def is_past_peak(probes: Sequence[Probe], stop: WarmupStopConfig) -> bool:
 class WarmupProbes:
     """Probes of a run's warm-up so far.
 
-    `run(tasks, step, attempts)` returns the rollouts of that many sampled attempts at each task.
+    `run(tasks, "probe", step, attempts)` returns the rollouts of that many sampled attempts at each
+    task.
     """
 
     def __init__(
         self,
         warmup: WarmupConfig,
         tasks: Sequence[Task],
-        run: Callable[[Sequence[Task], int, int], Coroutine[Any, Any, list[Rollout]]],
+        run: Callable[[Sequence[Task], str, int, int], Coroutine[Any, Any, list[Rollout]]],
     ) -> None:
         self._warmup, self._tasks, self._run = warmup, tasks, run
         self._probes: list[Probe] = []
@@ -74,7 +75,7 @@ class WarmupProbes:
             return {}
         if any(probe.step == step for probe in self._probes):  # before a stop that a crash undid
             return {}
-        probe = read_probe(step, await self._run(self._tasks, step, stop.attempts))
+        probe = read_probe(step, await self._run(self._tasks, "probe", step, stop.attempts))
         self._probes.append(probe)
         return {
             "warmup/probe_unequal_share": probe.unequal_share,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models.config import MeshConfig
@@ -29,7 +30,10 @@ _NO_SETTING = "Give the process more memory"
 def process_items(model: DecoderConfig, config: Config) -> list[MemoryItem]:
     """Return the memory of this process that is not in arrays, shared by its devices."""
     devices = jax.local_device_count()
-    number = _count_programs(model, config)
+    number = 2 * ((config.num_steps > 0) + (config.warmup.num_steps > 0))  # gradients, update
+    if not config.cluster.samplers:  # else they compile what serves
+        engine = split_by_data(serving_mesh(config.serve.mesh, config.mesh))[0]
+        number += _count_served(model, config.serve, config.model.dtype, engine)
     programs = number * model.shape.num_layers * PROGRAM_LAYER
     fewer = f"Lower serve.slots={config.serve.slots} or serve.max_len={config.serve.max_len}"
     items = [
@@ -44,8 +48,8 @@ def process_items(model: DecoderConfig, config: Config) -> list[MemoryItem]:
     algorithm = config.algorithm
     if config.warmup.num_steps or algorithm.has_critic or algorithm.has_reference:
         # CompileAhead leaves this to the update.
-        left = model.shape.num_layers * COMPILER_LAYER // devices
-        items.append(MemoryItem("compilation of an update", left, _NO_SETTING))
+        leftover = model.shape.num_layers * COMPILER_LAYER // devices
+        items.append(MemoryItem("compilation of an update", leftover, _NO_SETTING))
     return items
 
 
@@ -72,17 +76,10 @@ def checkpoint_item(states: Sequence[MemoryItem]) -> MemoryItem:
     return MemoryItem("copies for the checkpoint", size, _NO_SETTING)
 
 
-def _count_programs(model: DecoderConfig, config: Config) -> int:
-    """Return the number of programs with all layers that a run is likely to compile.
+def _count_served(model: DecoderConfig, serve: ServeConfig, dtype: str, mesh: Mesh) -> int:
+    """Return the number of programs of an engine with all layers that are likely to be compiled.
 
-    These are a prefill for each bucket, each size of a decode step, and the gradients and the
-    update of each phase.
+    These are a prefill for each bucket, and each size of a decode step.
     """
-    serve, dtype = config.serve, config.model.dtype
-    phases = (config.num_steps > 0) + (config.warmup.num_steps > 0)
-    if config.cluster.samplers:  # they compile what serves
-        return 2 * phases
-    engine = split_by_data(serving_mesh(serve.mesh, config.mesh))[0]
-    served = SlotPrograms(model, serve, dtype=dtype, mesh=engine)
-    decode = len(served.capacities) * len(served.slot_counts)
-    return len(served.buckets) + decode + 2 * phases
+    programs = SlotPrograms(model, serve, dtype=dtype, mesh=mesh)
+    return len(programs.buckets) + len(programs.capacities) * len(programs.slot_counts)

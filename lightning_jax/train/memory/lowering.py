@@ -20,22 +20,24 @@ from lightning_jax.rl.losses.objectives import metric_names
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
 from lightning_jax.rl.update.train_state import TrainState
 from lightning_jax.rl.update.updater import Updater
-from lightning_jax.train.config import Config
 
 
-def lower_step(updater: Updater, config: Config) -> tuple[Any, Any]:
+def lower_step(
+    updater: Updater, dtype: str, distill: DistillConfig, *, has_kl: bool = False
+) -> tuple[Any, Any]:
     """Return the two lowered programs of a step, without a value head.
 
-    These are the gradients of a bundle of microbatches, and the optimizer update.
+    These are the gradients of a bundle of microbatches, and the optimizer update. Frozen weights
+    have `dtype`. With `has_kl` the loss reads a reference.
     """
     functions: Any = updater.functions
     whole = NamedSharding(updater.mesh, PartitionSpec())
-    state = _abstract_state(updater, config.model.dtype)
+    state = _abstract_state(updater, dtype)
     params, policies = state.params, updater.policies
-    smallest = _smallest_sequence(None if policies is None else 0, config.distill)
-    (batch,), _ = make_batches([smallest], config.batch)
+    smallest = _smallest_sequence(None if policies is None else 0, distill)
+    (batch,), _ = make_batches([smallest], updater.batch)
     batch = jax.tree.map(lambda leaf: _abstract(leaf, batch_sharding(updater.mesh)), batch)
-    reference = params if config.algorithm.kl_coef > 0 else None
+    reference = params if has_kl else None
     ((bundle, count),) = bundles([batch])
     has_top = batch.teacher is not None and batch.teacher.top is not None
     names = metric_names(functions.objective, None, reference is not None, has_top)

@@ -113,11 +113,15 @@ def _moments(
 
     `here` is what a process holds beside the arrays, if the devices are its CPUs.
     """
-    busiest = "an update" if config.total_steps else "rollouts"
+    busiest, of_update = "rollouts", list[MemoryItem]()
+    if config.total_steps:
+        busiest = "an update"
+        of_update = named_items(config.distill, config.rollout, config.batch, training)
+        of_update += step_items(model, config.model, config.batch, training)
     dtype = jnp.dtype(config.model.dtype)
     if config.cluster.samplers:  # nothing serves here
         kept = state_items(model, config, training, shares_base=False)
-        moments = {busiest: kept + _update_items(model, config, training) + here}
+        moments = {busiest: kept + of_update + here}
         if here:
             moments["publishing"] = [*kept, sent_item(model, dtype), *here]
             moments["a checkpoint"] = [*kept, *here, checkpoint_item(kept)]
@@ -130,7 +134,7 @@ def _moments(
     kept = trained + served if shared else trained
     cast, new = publish_items(model, dtype, training, serving)
     moments = {
-        busiest: kept + _update_items(model, config, training) + here,
+        busiest: kept + of_update + here,
         "publishing": [*kept, cast, *([new] if shared else []), *here],
     }
     if here:
@@ -139,15 +143,6 @@ def _moments(
     if not shared:
         moments["publishing, on the serving devices"] = [*served, new, *here]
     return moments
-
-
-def _update_items(model: DecoderConfig, config: Config, training: Mesh) -> list[MemoryItem]:
-    """Return what an update adds, nothing for a run that only evaluates."""
-    if config.total_steps == 0:
-        return []
-    batch = config.batch
-    named = named_items(config.distill, config.rollout, batch, training)
-    return named + step_items(model, config.model, batch, training)
 
 
 def plan_run(config: Config) -> Plan:
@@ -184,13 +179,15 @@ def compile_plan(
     with jax.sharding.use_abstract_mesh(updater.mesh.abstract_mesh):
         needed = max(
             lowered.compile().memory_analysis().temp_size_in_bytes
-            for lowered in lower_step(updater, config)
+            for lowered in lower_step(
+                *(updater, config.model.dtype, config.distill), has_kl=algorithm.kl_coef > 0
+            )
         )
     _, *estimates, logits = step_items(model, config.model, config.batch, updater.mesh)
-    known = tuple(item for item in plan.items if item not in estimates)
+    others = tuple(item for item in plan.items if item not in estimates)
     rest = max(needed - logits.num_bytes, 0)
     name, setting = "activations and other temporaries (compiled)", _largest(estimates).setting
-    return replace(plan, items=(*known, MemoryItem(name, rest, setting)))
+    return replace(plan, items=(*others, MemoryItem(name, rest, setting)))
 
 
 def check_plan(plan: Plan) -> None:

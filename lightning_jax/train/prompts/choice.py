@@ -43,8 +43,8 @@ def choose_tasks(tasks: Sequence[Task], search: PromptSearchConfig, seed: int) -
             reason="too_few",
             key="prompt_search.num_dev",
         )
-    wanted = min(search.num_train + search.num_dev + search.num_fresh, len(tasks))
-    drawn = random.Random(seed).sample(list(tasks), wanted)
+    num_tasks = min(search.num_train + search.num_dev + search.num_fresh, len(tasks))
+    drawn = random.Random(seed).sample(list(tasks), num_tasks)
     num_seen = search.num_train + search.num_dev
     return SearchTasks(
         drawn[: search.num_train], drawn[search.num_train : num_seen], drawn[num_seen:]
@@ -57,18 +57,18 @@ def halves(fresh: Sequence[Task]) -> list[list[Task]]:
     return [part for part in (list(fresh[:middle]), list(fresh[middle:])) if part]
 
 
-def replaces(found: TaskComparison, *, is_last: bool) -> bool | None:
+def replaces(comparison: TaskComparison, *, is_last: bool) -> bool | None:
     """Return whether new prompts replace those in use, or None if the other tasks must tell.
 
     `is_last` is True if there are no other tasks. New prompts that win on no more tasks than they
     lose have no chance.
     """
-    if found.num_won <= found.num_lost:
+    if comparison.num_won <= comparison.num_lost:
         return False
-    return one_sided_p(found) <= MAX_P if is_last else None
+    return one_sided_p(comparison) <= MAX_P if is_last else None
 
 
-def one_sided_p(found: TaskComparison) -> float:
+def one_sided_p(comparison: TaskComparison) -> float:
     """Return the probability that one of two equal prompts wins on at least as many tasks."""
-    total = found.num_won + found.num_lost
-    return sum(math.comb(total, k) for k in range(found.num_won, total + 1)) / 2**total
+    total = comparison.num_won + comparison.num_lost
+    return sum(math.comb(total, k) for k in range(comparison.num_won, total + 1)) / 2**total

@@ -32,10 +32,10 @@ class Chosen:
 def read_chosen(directory: Path) -> list[Chosen]:
     """Return what the searches of a run chose, by step."""
     try:
-        found = yaml.safe_load((directory / PROMPTS).read_text()) or []
+        entries = yaml.safe_load((directory / PROMPTS).read_text()) or []
     except FileNotFoundError:
         return []
-    return [Chosen(**entry) for entry in found]
+    return [Chosen(**entry) for entry in entries]
 
 
 def write_chosen(directory: Path, chosen: Sequence[Chosen]) -> None:
@@ -52,13 +52,13 @@ def forget_chosen(directory: Path, changed: Sequence[str], step: int) -> None:
     begins with that text.
     """
     names = {key.removeprefix("prompts.") for key in changed if key.startswith("prompts.")}
-    first, found = first_discarded(changed, step), read_chosen(directory)
+    first, entries = first_discarded(changed, step), read_chosen(directory)
     kept = [
         replace(entry, prompts={k: text for k, text in entry.prompts.items() if k not in names})
-        for entry in found
+        for entry in entries
         if entry.step < first
     ]
-    if changed and kept != found:
+    if changed and kept != entries:
         write_chosen(directory, kept)
 
 
@@ -66,8 +66,8 @@ def present_prompts(
     prompts: Mapping[str, str], chosen: Sequence[Chosen], step: int | None = None
 ) -> dict[str, str]:
     """Return the prompts of the settings, with those chosen up to `step`, by default the last."""
-    found = dict(prompts)
+    present = dict(prompts)
     for entry in chosen:
         if step is None or entry.step <= step:
-            found |= {name: text for name, text in entry.prompts.items() if name in found}
-    return found
+            present |= {name: text for name, text in entry.prompts.items() if name in present}
+    return present

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from lightning_jax.gateway.sessions.open_rollouts import derive_seed
 from lightning_jax.rollouts.agents.outcome import DEADLINE_IN_QUEUE
-from lightning_jax.rollouts.config import PROMPT
+from lightning_jax.rollouts.config import PROMPT, PromptSearchConfig
 from lightning_jax.rollouts.results.compare_tasks import compare_tasks
 from lightning_jax.rollouts.rewards.chat import ChatCounts, ChatFailed, Endpoint, ask
 from lightning_jax.rollouts.rewards.components import attempt_of
@@ -22,8 +22,7 @@ from lightning_jax.rollouts.rewards.verdicts import transcript_text, without_mid
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, TooManyFailures, run_requests
 from lightning_jax.system.packages import import_optional
 from lightning_jax.system.threads import run_in_thread
-from lightning_jax.traces.tasks import shorten_task
-from lightning_jax.train.config import Config
+from lightning_jax.traces.rows import shorten_task
 from lightning_jax.train.prompts.choice import choose_tasks, halves, one_sided_p, replaces
 from lightning_jax.train.prompts.chosen import Chosen
 from lightning_jax.types import Metrics, Rollout, Task
@@ -71,7 +70,7 @@ class Search:
     """One search: the adapter that GEPA calls from its thread."""
 
     runner: Runner
-    config: Config
+    settings: PromptSearchConfig
     endpoint: Endpoint  # of the model that proposes
     step: int
     loop: asyncio.AbstractEventLoop
@@ -99,9 +98,9 @@ class Search:
 
     async def run(self, tasks: Sequence[Task], before: dict[str, str]) -> Chosen:
         """Return what the search chose. If cancelled, end its rollouts first."""
-        search, gepa = self.config.prompt_search, import_optional("gepa", PACKAGE)
-        seed = derive_seed(self.config.seed, "prompts", self.step)
-        found = choose_tasks(tasks, search, seed)
+        search, gepa = self.settings, import_optional("gepa", PACKAGE)
+        seed = derive_seed(self.runner.seed, "prompts", self.step)
+        chosen_tasks = choose_tasks(tasks, search, seed)
         stored = await self.runner.store.in_order(
             self.runner.store.rollouts, phase=PROMPT, step=self.step
         )
@@ -112,11 +111,11 @@ class Search:
         def optimize() -> Any:
             return gepa.optimize(
                 seed_candidate=before,
-                trainset=found.train,
-                valset=found.dev,
+                trainset=chosen_tasks.train,
+                valset=chosen_tasks.dev,
                 adapter=self,
                 reflection_lm=self._propose,
-                reflection_minibatch_size=min(search.minibatch, len(found.train)),
+                reflection_minibatch_size=min(search.minibatch, len(chosen_tasks.train)),
                 max_metric_calls=search.max_rollouts,
                 stop_callbacks=[lambda _: self._has_ended],
                 logger=_Quiet(),
@@ -146,7 +145,7 @@ class Search:
                 won = replace(
                     chosen, prompts=dict(result.candidates[best]), score_after=scores[best]
                 )
-                chosen = await self._confirmed(found.fresh, chosen, won)
+                chosen = await self._confirmed(chosen_tasks.fresh, chosen, won)
         if self.failure is not None:
             log.warning("step %d: the search for prompts ended early: %s", self.step, self.failure)
         return chosen
@@ -158,14 +157,14 @@ class Search:
         for part in halves(fresh):
             if is_better is not None:
                 break
-            asked = [(task, chosen.prompts) for chosen in (before, won) for task in part]
+            pairs = [(task, chosen.prompts) for chosen in (before, won) for task in part]
             try:
-                rollouts = await self._rollouts(asked)
+                rollouts = await self._rollouts(pairs)
                 check_measured(rollouts)
             except TooManyFailures as error:
                 self.failure = str(error)
                 return before
-            for place, ((task, _), rollout) in enumerate(zip(asked, rollouts, strict=True)):
+            for place, ((task, _), rollout) in enumerate(zip(pairs, rollouts, strict=True)):
                 rewards[place // len(part)][str(task["id"])] = [rollout.reward or 0.0]
             compared = compare_tasks(*rewards)
             is_better = replaces(compared, is_last=len(compared.changes) == len(fresh))
@@ -189,7 +188,7 @@ class Search:
         self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False
     ) -> _Evaluated:
         """Return the rewards of one rollout for each task with these prompts."""
-        limit = self.config.prompt_search.max_chars
+        limit = self.settings.max_chars
         if not all(_is_usable(text, limit) for text in candidate.values()):
             self.num_refused += 1
             empty = [{"Feedback": "The prompt is empty, too long or no text."} for _ in batch]
@@ -215,18 +214,18 @@ class Search:
 
     def _propose(self, prompt: str | list[dict[str, Any]]) -> str:
         """Return the answer of the proposing model."""
-        search = self.config.prompt_search
-        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         body: dict[str, object] = {
             "model": self.endpoint.model,
-            "messages": given,
-            "temperature": search.temperature,
-            "max_tokens": search.max_tokens,
-            "seed": derive_seed(self.config.seed, "proposal", self.step, self.counts.calls),
+            "messages": messages,
+            "temperature": self.settings.temperature,
+            "max_tokens": self.settings.max_tokens,
+            "seed": derive_seed(self.runner.seed, "proposal", self.step, self.counts.calls),
         }
-        limits = self.config.rollout
         try:
-            return self._wait(ask(self.endpoint, body, limits, self.counts, _check_text))
+            return self._wait(
+                ask(self.endpoint, body, self.runner.config, self.counts, _check_text)
+            )
         except ChatFailed as error:
             self.failure = str(error)
             raise
@@ -246,13 +245,13 @@ class Search:
 
     # On the event loop
 
-    async def _rollouts(self, asked: Sequence[tuple[Task, Mapping[str, str]]]) -> list[Rollout]:
+    async def _rollouts(self, pairs: Sequence[tuple[Task, Mapping[str, str]]]) -> list[Rollout]:
         """Return one rollout for each task with its prompts."""
-        first, self.num_groups = self.num_groups, self.num_groups + len(asked)
-        self.num_rollouts += len(asked)
+        first, self.num_groups = self.num_groups, self.num_groups + len(pairs)
+        self.num_rollouts += len(pairs)
         requests = [
             RolloutRequest(task, PROMPT, self.step, number, 0, dict(prompts))
-            for number, (task, prompts) in enumerate(asked, first)
+            for number, (task, prompts) in enumerate(pairs, first)
         ]
         return await run_requests(requests, self.runner)
 
@@ -264,7 +263,7 @@ class Search:
         decode = self.runner.gateway.engine.tokenizer.decode
 
         def read() -> list[dict[str, str]]:
-            found = []
+            records = []
             for task, rollout in zip(batch, rollouts, strict=True):
                 attempt = attempt_of(rollout, store.spans(rollout.rollout_id), decode)
                 fields = shorten_task({k: value for k, value in task.items() if k != "id"})
@@ -275,14 +274,14 @@ class Search:
                     *reasons.values(),
                     *([rollout.detail] if rollout.detail else []),
                 ]
-                found.append(
+                records.append(
                     {
                         "Inputs": without_middle(json.dumps(fields, ensure_ascii=False), MAX_SHOWN),
                         "Generated Outputs": transcript_text(attempt.transcript, MAX_SHOWN),
                         "Feedback": without_middle("; ".join(feedback), MAX_SHOWN),
                     }
                 )
-            return found
+            return records
 
         return await run_in_thread(read)
 

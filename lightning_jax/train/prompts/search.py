@@ -7,14 +7,15 @@ no search.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lightning_jax.rollouts.config import PromptSearchConfig
 from lightning_jax.rollouts.rewards.chat import endpoint_of
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.system.packages import import_optional
 from lightning_jax.system.threads import run_in_thread
-from lightning_jax.train.config import Config
+from lightning_jax.train.hook import Hook
 from lightning_jax.train.prompts.choice import choose_tasks
 from lightning_jax.train.prompts.chosen import present_prompts, read_chosen, write_chosen
 from lightning_jax.train.prompts.gepa import PACKAGE, Search
@@ -28,61 +29,65 @@ NUMBERS = (  # of `Chosen`, as metrics
 )
 
 
-def is_due(config: Config, step: int) -> bool:
-    """Return True if a search comes before the policy step `step`.
+def is_due(step: int, every: int, policy_steps: range) -> bool:
+    """Return True if a search comes before `step`: every so many policy steps, from the first on.
 
     In a run without policy steps it comes at the end.
     """
-    every, after_warmup = config.prompt_search.every, step - config.warmup.num_steps
-    if not every or after_warmup < 0 or after_warmup % every:
-        return False
-    return step < config.total_steps or config.num_steps == 0
+    is_reached = step in policy_steps or (not policy_steps and step >= policy_steps.start)
+    return every > 0 and is_reached and (step - policy_steps.start) % every == 0
 
 
-def check_search(config: Config, tasks: Sequence[Task]) -> None:
+def check_search(search: PromptSearchConfig, tasks: Sequence[Task]) -> None:
     """Raise UserError if the package, a key or tasks are missing that a search needs."""
-    if config.prompt_search.every:
+    if search.every:
         import_optional("gepa", PACKAGE)
-        _ = config.prompt_search.key  # raises if it is not set
-        found = choose_tasks(tasks, config.prompt_search, 0)
-        if (number := len(found.fresh)) < config.prompt_search.num_fresh:
+        _ = search.key  # raises if it is not set
+        num_fresh = len(choose_tasks(tasks, search, 0).fresh)
+        if num_fresh < search.num_fresh:
             log.warning(
                 "%d training tasks are left for prompt_search.num_fresh=%d, so searches may miss "
                 "small gains; add tasks",
-                *(number, config.prompt_search.num_fresh),
+                *(num_fresh, search.num_fresh),
             )
 
 
-class PromptSearch:
+class PromptSearch(Hook):
     """Searches of one run. They change `runner.prompts`."""
 
     def __init__(
-        self, config: Config, runner: Runner, tasks: Sequence[Task], step: int = 0
+        self,
+        search: PromptSearchConfig,
+        runner: Runner,
+        tasks: Sequence[Task],
+        directory: Path,
+        policy_steps: range,
+        begin_phase: Callable[[str], None],
     ) -> None:
-        """Take over what earlier searches chose up to `step`."""
-        self._config, self._runner = config, runner
-        self._tasks, self._directory = tasks, Path(config.run_dir)
-        self._chosen = read_chosen(self._directory)
-        runner.prompts.update(present_prompts(config.prompts, self._chosen, step))
-        if config.prompt_search.every:
-            self._endpoint = endpoint_of(config.prompt_search, config.rollout, runner.gateway)
+        """`directory` is that of the run. `begin_phase` is called when a search begins."""
+        self._search, self._runner = search, runner
+        self._tasks, self._directory = tasks, directory
+        self._policy_steps, self._begin_phase = policy_steps, begin_phase
+        self._chosen = read_chosen(directory)
 
-    async def search_if_due(self, step: int) -> Metrics:
-        """Search for better prompts before `step`, use them, and return metrics, {} if none is due.
+    async def before_rollouts(self, step: int) -> Metrics:
+        """Search for better prompts, use them, and return metrics, {} if no search is due.
 
         A search that failed keeps the present prompts.
         """
-        if not is_due(self._config, step):
+        if not is_due(step, self._search.every, self._policy_steps):
             return {}
-        known = [entry for entry in self._chosen if entry.step == step]
-        if known:
-            self._runner.prompts.update(present_prompts(self._runner.prompts, known))
+        self._begin_phase(f"prompts {step}")
+        earlier = [entry for entry in self._chosen if entry.step == step]
+        if earlier:
+            self._runner.prompts.update(present_prompts(self._runner.prompts, earlier))
             return {}
         started, names = time.monotonic(), sorted(self._runner.prompts)
         log.info("step %d: searching for better prompts (%s)", step, ", ".join(names))
         before = dict(self._runner.prompts)
         loop = asyncio.get_running_loop()
-        running = Search(self._runner, self._config, self._endpoint, step, loop)
+        endpoint = endpoint_of(self._search, self._runner.config, self._runner.gateway)
+        running = Search(self._runner, self._search, endpoint, step, loop)
         chosen = await running.run(self._tasks, before)
         self._runner.prompts.update(chosen.prompts)
         self._chosen = [entry for entry in self._chosen if entry.step != step] + [chosen]

@@ -12,22 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.settings import ConfigError, flatten, read_saved
+from lightning_jax.settings.loading import check_reference, load_function
 from lightning_jax.system.files import write_whole
 from lightning_jax.system.packages import is_installed
 from lightning_jax.train.config import MetricsConfig
 from lightning_jax.train.directory import SETTINGS, SINKS_OPENED
 from lightning_jax.train.sinks.base import ResultTable, Row, RunIdentity, Sink, Status
-from lightning_jax.train.sinks.mlflow_sink import MlflowSink
-from lightning_jax.train.sinks.tensorboard_sink import TensorBoardSink
-from lightning_jax.train.sinks.trackio_sink import TrackioSink
-from lightning_jax.train.sinks.wandb_sink import WandbSink
+from lightning_jax.train.sinks.packages import MlflowSink, TensorBoardSink, TrackioSink, WandbSink
 from lightning_jax.types import Metrics
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000  # rows that a sink may be behind
+MakeSink = Callable[[RunIdentity], Sink]
 # Each needs the package of its name. `metrics.jsonl` is not one of them: a run always has it.
-SINKS: dict[str, Callable[[RunIdentity], Sink]] = {
+SINKS: dict[str, MakeSink] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "mlflow": MlflowSink,
@@ -112,9 +111,11 @@ class Feeds:
         self._config, self._directory, self._first_step = config, directory, first_step
         self._earlier = tuple(earlier)
         self._lock = threading.Lock()
-        names = [name for name in SINKS if name in config.sinks]
-        self._opened = _read(directory / SINKS_OPENED) if names else {}
-        self._feeds = [Feed(name, partial(self._open, name)) for name in names]
+        sinks: dict[str, MakeSink] = {name: SINKS[name] for name in SINKS if name in config.sinks}
+        for reference in filter(_is_user_sink, config.sinks):
+            sinks[Path(reference).name] = lambda run, ref=reference: load_function(ref)(run)
+        self._opened = _read(directory / SINKS_OPENED) if sinks else {}
+        self._feeds = [Feed(name, partial(self._open, name, sinks[name])) for name in sinks]
 
     def write(self, row: Row) -> None:
         """Pass a row to all sinks. Never waits."""
@@ -123,8 +124,11 @@ class Feeds:
 
     def counts(self) -> Metrics:
         """Return the number of rows that each failing sink has not taken."""
-        found = {feed.name: feed.num_lost for feed in self._feeds if feed.num_lost}
-        return {f"train/sink_rows_lost/sink={name}": float(n) for name, n in found.items()}
+        return {
+            f"train/sink_rows_lost/sink={feed.name}": float(feed.num_lost)
+            for feed in self._feeds
+            if feed.num_lost
+        }
 
     def close(self, results: ResultTable, status: Status) -> None:
         """Close all sinks. Return when they are done, after `metrics.close_s` at the latest."""
@@ -132,10 +136,10 @@ class Feeds:
         for feed in self._feeds:
             feed.close(results, status, deadline)
 
-    def _open(self, name: str) -> tuple[Sink, Sequence[Row]]:
+    def _open(self, name: str, make: MakeSink) -> tuple[Sink, Sequence[Row]]:
         """Return the sink and the rows that it lacks, and remember that it is open."""
-        known = self._opened["sinks"]
-        is_known = name in known
+        opened_before = self._opened["sinks"]
+        is_known = name in opened_before
         run = RunIdentity(
             id=self._opened["id"],
             name=self._config.name or self._directory.absolute().name,
@@ -145,10 +149,10 @@ class Feeds:
             first_step=self._first_step,
             is_known=is_known,
         )
-        sink = SINKS[name](run)
+        sink = make(run)
         with self._lock:
             if not is_known:
-                known.append(name)
+                opened_before.append(name)
             write_whole(self._directory / SINKS_OPENED, json.dumps(self._opened) + "\n")
         return sink, () if is_known else self._earlier
 
@@ -162,9 +166,16 @@ def _read(path: Path) -> dict[str, Any]:
         return {"id": secrets.token_hex(4), "sinks": []}
 
 
+def _is_user_sink(name: str) -> bool:
+    """Return True for FILE:CLASS."""
+    return ":" in name
+
+
 def check_sinks(names: Sequence[str]) -> None:
-    """Raise ConfigError for the first sink whose package is not installed. Imports none."""
+    """Raise ConfigError for the first sink whose package or file is missing. Imports none."""
     for name in names:
+        if _is_user_sink(name):
+            check_reference(name)
         if name in SINKS and not is_installed(name):
             raise ConfigError(
                 f"metrics.sinks names {name}, which is not installed; run `pip install {name}`, or "

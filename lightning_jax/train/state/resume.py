@@ -35,7 +35,9 @@ HARMLESS = (
 )  # fmt: skip
 
 # Settings that affect a step's update but not the rollouts of existing weights.
-LEARNING = ("optimizer.", "algorithm.", "distill.", "batch.", "warmup.", "rewards.", "model.remat")
+LEARNING = (
+    "optimizer.", "algorithm.", "distill.", "batch.", "warmup.", "rewards.", "model.remat", "hooks",
+)  # fmt: skip
 
 
 def find_changes(directory: Path, keys: Sequence[str], sources: dict[str, str]) -> list[str]:
@@ -113,6 +115,7 @@ def digests(
         "warmup.demonstrations": _file_of(config.warmup.demonstrations),
         "model.chat_template": template and Path(template).expanduser(),
     }
+    named |= {f"hooks[{index}]": _file_of(name) for index, name in enumerate(config.hooks)}
     for name, reward in config.rewards.items():
         judge = reward.judge
         named |= {

@@ -18,7 +18,6 @@ from lightning_jax.gateway.fields import (
     harmless,
     has_surrogates,
     is_deep,
-    read,
 )
 from lightning_jax.gateway.prompt.messages import normalize_messages
 from lightning_jax.rollouts.agents.outcome import outcome_of_error
@@ -84,9 +83,9 @@ def call_demonstrations(function: Callable[[list[Task]], Any], tasks: list[Task]
     Raises DatasetError if it raises, or returns anything but conversations.
     """
     try:
-        found = function(tasks)
-        if isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping):
-            return list(found)
+        answer = function(tasks)
+        if isinstance(answer, Iterable) and not isinstance(answer, str | bytes | Mapping):
+            return list(answer)
     except (Exception, SystemExit) as error:
         failed = outcome_of_error(error, NOBODY)
         raise DatasetError(
@@ -94,10 +93,10 @@ def call_demonstrations(function: Callable[[list[Task]], Any], tasks: list[Task]
             reason="failed",
             key=SETTING,
         ) from error
-    if inspect.iscoroutine(found):
-        found.close()  # without a warning that nobody awaited it
+    if inspect.iscoroutine(answer):
+        answer.close()  # without a warning that nobody awaited it
     raise DatasetError(
-        f"{SETTING} returned {'a ' + type(found).__name__ if found is not None else 'None'}; "
+        f"{SETTING} returned {'a ' + type(answer).__name__ if answer is not None else 'None'}; "
         "return a list with a conversation for each task that has one.",
         reason="wrong_type",
         key=SETTING,
@@ -137,9 +136,9 @@ def unusable(where: str, error: Coded) -> DatasetError:
 def _read_conversation(conversation: Any, where: str) -> Demonstration:
     record = dict(conversation) if isinstance(conversation, Mapping) else {"messages": conversation}
     if not isinstance(record.get("messages"), list | tuple):
-        shown = brief(record.get("messages", conversation))
+        text = brief(record.get("messages", conversation))
         raise DatasetError(
-            f"{SETTING}: {where} has {shown} as its messages; expected a list of messages, or "
+            f"{SETTING}: {where} has {text} as its messages; expected a list of messages, or "
             '{"messages": [...], "tools": [...]}.',
             reason="wrong_type",
             key=where,
@@ -149,9 +148,9 @@ def _read_conversation(conversation: Any, where: str) -> Demonstration:
             _as_sent(message, f"messages[{index}]")
             for index, message in enumerate(record["messages"])
         ]
-        known = {name: record[name] for name in record if name in RecordFields.model_fields}
-        rest = {name: _as_sent(known[name], name) for name in known if name != "messages"}
-        fields = read(RecordFields, {**rest, "messages": record["messages"]})
+        entries = {name: record[name] for name in record if name in RecordFields.model_fields}
+        rest = {name: _as_sent(entries[name], name) for name in entries if name != "messages"}
+        fields = RecordFields.read({**rest, "messages": record["messages"]})
         plain = normalize_messages(fields.messages)
         tools = [function.as_tool() for function in functions_of(fields.tools)]
     marks = [_marks(m, f"{where}.messages[{index}]") for index, m in enumerate(fields.messages)]
@@ -163,16 +162,16 @@ def _read_conversation(conversation: Any, where: str) -> Demonstration:
         )
         for message, mark in zip(plain, marks, strict=True)
     )
-    found = Demonstration(where, messages, tools or None, fields.chat_template_kwargs or {})
+    demonstration = Demonstration(where, messages, tools or None, fields.chat_template_kwargs or {})
     for index, message in enumerate(messages):
         if message.trains:
-            _check_calls(message.plain, found.place(index))
-    return found
+            _check_calls(message.plain, demonstration.place(index))
+    return demonstration
 
 
 def _marks(message: Any, where: str) -> MarkFields:
     with named(where):
-        return read(MarkFields, message)
+        return MarkFields.read(message)
 
 
 def _as_sent(value: Any, where: str) -> Any:

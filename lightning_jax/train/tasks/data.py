@@ -38,22 +38,25 @@ def load_tasks(config: Config) -> tuple[list[Task], list[Task]]:
     load = load_function(data.load) if data.load else load_task_files
     cache_dir = Path(config.run_dir).parent / "data"  # shared by neighboring runs
     splits = {split: _load_split(load, split, data, cache_dir) for split in ("train", "dev")}
-    counts = ", ".join(_count(split, *loaded) for split, loaded in splits.items())
+    counts = ", ".join(
+        f"{len(tasks)} {split} tasks{_reasons(left_out)}"
+        for split, (tasks, left_out) in splits.items()
+    )
     left_out = {split: left_out for split, (_, left_out) in splits.items()}
     log.info("%s", counts, extra={"event": "tasks_loaded", "left_out": left_out})
     return splits["train"][0], splits["dev"][0]
 
 
 def _load_split(load: Loader, split: str, data: DataConfig, cache_dir: Path) -> Split:
-    found = _call(load, split, data, cache_dir)
-    if not (isinstance(found, tuple) and len(found) == 2):
+    loaded = _call(load, split, data, cache_dir)
+    if not (isinstance(loaded, tuple) and len(loaded) == 2):
         raise ConfigError(
-            f"{data.load} returned a {type(found).__name__}; return (tasks, left_out), where "
+            f"{data.load} returned a {type(loaded).__name__}; return (tasks, left_out), where "
             "left_out is a dict with the number of tasks left out for each reason.",
             reason="wrong_type",
             key="data.load",
         )
-    tasks, left_out = list(found[0]), dict(found[1])
+    tasks, left_out = list(loaded[0]), dict(loaded[1])
     if not tasks:
         fix = (
             "add at least one, or relax data.options"
@@ -102,10 +105,6 @@ def _check_ids(tasks: list[Task], split: str) -> None:
                 reason="duplicate" if isinstance(name, str) else "wrong_type",
                 key="id",
             )
-
-
-def _count(split: str, tasks: list[Task], left_out: Mapping[str, int]) -> str:
-    return f"{len(tasks)} {split} tasks{_reasons(left_out)}"
 
 
 def _reasons(left_out: Mapping[str, int]) -> str:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.gateway.calls.routing import Routing, read_traits
+from lightning_jax.gateway.calls.routing import Routing
+from lightning_jax.gateway.dialects.all import read_traits
 from lightning_jax.gateway.prompt.habits import habits_of
 from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render_prompt
 from lightning_jax.gateway.prompt.tool_formats import (
@@ -91,7 +92,7 @@ def _turns(
             continue  # the template writes it into later prompts
         text += response_text(message.plain, form)
         response = (*tokenizer.encode(text, special=False), end)
-        memory.add(plain[index], Generated(prompt.token_ids, response, prompt.history))
+        memory.add(plain[index], Generated(prompt, response))
         if message.trains:
             turns.append((facts | {"agent": message.agent}, (prompt.token_ids, response)))
     return turns

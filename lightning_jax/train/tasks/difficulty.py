@@ -121,11 +121,11 @@ class DifficultySampler:
                 self._lowest = min(self._lowest, rollout.reward)
                 self._highest = max(self._highest, rollout.reward)
         for task_id, rewards in groups.values():
-            known = self._estimates.get(task_id)
-            self._estimates[task_id] = after_visit(known, rewards, self._config)
+            before = self._estimates.get(task_id)
+            self._estimates[task_id] = after_visit(before, rewards, self._config)
             if (value := self._value_of.get(task_id)) is not None:
-                known = self._shared.get(value)
-                self._shared[value] = after_visit(known, rewards, self._config)
+                before = self._shared.get(value)
+                self._shared[value] = after_visit(before, rewards, self._config)
         self._step, self._drawn, self._order = self._step + 1, 0, None
         return self._metrics()
 
@@ -142,32 +142,28 @@ class DifficultySampler:
         self._step, self._drawn, self._order = state["step"], state["drawn"], None
         rewards = state.get("rewards", (0.0, 1.0))
         self._lowest, self._highest = rewards or (math.inf, -math.inf)
-        self._estimates = {name: _estimate(known) for name, known in state["estimates"].items()}
+        self._estimates = {name: _estimate(saved) for name, saved in state["estimates"].items()}
         shared = state.get("shared", {})
-        self._shared = {value: _estimate(known) for value, known in shared.items()}
+        self._shared = {value: _estimate(saved) for value, saved in shared.items()}
 
     def _weight(self, task_id: str) -> float:
         """Return the weight of a task. An unseen one is as difficult as those of equal value."""
-        known = self._estimates.get(task_id)
-        if known is None:
-            known = self._shared.get(self._value_of.get(task_id, ""))
-            known = known and replace(known, num_solved=0)  # this one is not left out
-        return task_weight(known, self._config, max(0.0, self._highest - self._lowest))
-
-    def _known(self) -> list[Estimate | None]:
-        """Return the estimate of each task, in order."""
-        return [self._estimates.get(task["id"]) for task in self._tasks]
+        estimate = self._estimates.get(task_id)
+        if estimate is None:
+            estimate = self._shared.get(self._value_of.get(task_id, ""))
+            estimate = estimate and replace(estimate, num_solved=0)  # this one is not left out
+        return task_weight(estimate, self._config, max(0.0, self._highest - self._lowest))
 
     def _metrics(self) -> Metrics:
-        known = self._known()
-        seen = [estimate for estimate in known if estimate is not None]
+        estimates = [self._estimates.get(task["id"]) for task in self._tasks]
+        seen = [estimate for estimate in estimates if estimate is not None]
         counts = {
-            "unseen": len(known) - len(seen),
+            "unseen": len(estimates) - len(seen),
             "unsolved": sum(estimate.mean <= 0.0 for estimate in seen),
             "solved": sum(estimate.num_solved > 0 for estimate in seen),
             "left_out": sum(is_left_out(estimate, self._config) for estimate in seen),
         }
-        return {f"rollout/tasks_{name}_share": n / len(known) for name, n in counts.items()}
+        return {f"rollout/tasks_{name}_share": n / len(estimates) for name, n in counts.items()}
 
 
 def _estimate(saved: Sequence[Any]) -> Estimate:

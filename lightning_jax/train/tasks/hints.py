@@ -6,9 +6,11 @@ from typing import Any
 
 from lightning_jax.errors import UserError
 from lightning_jax.models.tokenizer import Tokenizer
-from lightning_jax.rl.distill import TokenIds, insert_hints, with_hints
+from lightning_jax.rl.config import DistillConfig
+from lightning_jax.rl.distill import TokenIds, insert_hints, weigh_teacher, with_hints
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.settings.loading import load_function
+from lightning_jax.train.hook import Hook, UpdateInput
 from lightning_jax.types import Metrics, Task, Trajectory
 
 KEY = "distill.hint"
@@ -80,9 +82,9 @@ class Hints:
             ):
                 if with_hint is not None:
                     hinted[index, prompt] = with_hint
-        made = with_hints(sequences, hinted)
-        num_without = sum(not sequence.teacher_prompt_ids for sequence in made)
-        return made, {
+        hinted_sequences = with_hints(sequences, hinted)
+        num_without = sum(not sequence.teacher_prompt_ids for sequence in hinted_sequences)
+        return hinted_sequences, {
             "train/without_hint": float(num_without),
             "train/hints_in_prompts": float(num_known),
         }
@@ -99,6 +101,33 @@ class Hints:
             reason="leak",
             key=KEY,
         )
+
+
+class TeacherWeights(Hook):
+    """Weights of a teacher's scores beside the rewards, and its hints, in each policy step.
+
+    Nothing changes without a teacher.
+    """
+
+    def __init__(self, distill: DistillConfig, first_step: int, hints: Hints | None) -> None:
+        """`first_step` is the first policy step."""
+        self._distill, self._first_step, self._hints = distill, first_step, hints
+
+    def before_update(
+        self, step: int, update: UpdateInput
+    ) -> tuple[Sequence[TrainingSequence], Metrics]:
+        distill = self._distill
+        if step < self._first_step or not distill.has_teacher:
+            return update.sequences, {}
+        coef = distill.coef_at(step - self._first_step)
+        sequences = weigh_teacher(
+            update.sequences, coef=coef, reward_coef=distill.reward_coef, kl=distill.kl
+        )
+        metrics: Metrics = {"train/teacher_coef": coef}
+        if self._hints is not None and coef > 0:
+            sequences, of_hints = self._hints.add(sequences, update.trajectories, update.tasks)
+            metrics |= of_hints
+        return sequences, metrics
 
 
 def make_hints(reference: str | None, tokenizer: Tokenizer, tasks: Sequence[Task]) -> Hints | None:

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grain
@@ -10,10 +10,11 @@ import grain
 from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.rollouts.agents.outcome import finite
+from lightning_jax.rollouts.results.metrics import metric_code, split_by
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.loading import load_function
-from lightning_jax.train.config import Config
-from lightning_jax.train.tasks.baselines import baseline_metrics
+from lightning_jax.train.config import Config, EvalConfig
 from lightning_jax.train.tasks.conversations import call_demonstrations
 from lightning_jax.train.tasks.data import evenly_spaced
 from lightning_jax.train.tasks.demonstrations import demonstration_sequences
@@ -51,11 +52,11 @@ class Pipelines:
             at_most = min(warmup.stop.num_tasks, len(train_tasks) // 2)
             self.probe_tasks = evenly_spaced(train_tasks, at_most)
         probed = {task["id"] for task in self.probe_tasks}
-        shown = [task for task in train_tasks if task["id"] not in probed]
+        demonstrated = [task for task in train_tasks if task["id"] not in probed]
         attempts = stored if config.learn.supervised else None
         self.stored_steps = None if config.learn.supervised else stored
         self._has_attempts, per_step = attempts is not None, warmup.groups_per_step
-        groups = attempts or group_tasks(shown, warmup.group_by, warmup.group_size)
+        groups = attempts or group_tasks(demonstrated, warmup.group_by, warmup.group_size)
         per_step = min(per_step, len(attempts)) if attempts else per_step
         self._groups = TaskIterator(groups, per_step, config.seed + 1)
         self._demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
@@ -67,8 +68,8 @@ class Pipelines:
             return self._sampler.draw(number)
         while len(self._spare) < number:
             self._spare += next(self._tasks)
-        taken, self._spare = self._spare[:number], self._spare[number:]
-        return taken
+        tasks, self._spare = self._spare[:number], self._spare[number:]
+        return tasks
 
     def observe(self, rollouts: Sequence[Rollout]) -> Metrics:
         """Read the rollouts of a step, on which the order of tasks may depend.
@@ -172,3 +173,43 @@ def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[lis
         for members in by_value.values()
         for start in range(0, len(members), size)
     ]
+
+
+def baseline_metrics(config: EvalConfig, tasks: Sequence[Task]) -> Metrics:
+    """Return the baselines of the tasks and of their parts, such as `eval/baseline_NAME`.
+
+    Raises ConfigError if the function of `config` fails or returns anything but finite numbers.
+    """
+    if config.baselines is None or not tasks:
+        return {}
+    metrics = _baselines(config.baselines, tasks, "")
+    for part, members in split_by(config.by, tasks, tasks).items():
+        metrics |= _baselines(config.baselines, members, f"/{part}")
+    return metrics
+
+
+def _baselines(reference: str, tasks: Sequence[Task], part: str) -> Metrics:
+    try:
+        answer = load_function(reference)([dict(task) for task in tasks])
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"eval.baselines raised {type(error).__name__}: {error}; mend {reference}.",
+            reason="failed",
+            key="eval.baselines",
+        ) from error
+    values = answer if isinstance(answer, Mapping) else {"result": answer}
+    numbers = {str(name): finite(value) for name, value in values.items()}
+    metrics = {
+        f"eval/baseline_{metric_code(name)}{part}": value
+        for name, value in numbers.items()
+        if value is not None
+    }
+    if not isinstance(answer, Mapping) or len(metrics) < len(values):
+        raise ConfigError(
+            f"eval.baselines returned {answer!r}; return a dict of finite numbers by name.",
+            reason="wrong_type",
+            key="eval.baselines",
+        )
+    return metrics

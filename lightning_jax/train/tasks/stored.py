@@ -20,11 +20,10 @@ from lightning_jax.rl.advantages import stands_out
 from lightning_jax.rl.batches.batching import make_supervised_sequences
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.conditions import Condition, Value, parse_condition
-from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.trajectories import TraceReader
-from lightning_jax.train.config import Config
+from lightning_jax.train.config import Config, LearnConfig
 from lightning_jax.train.directory import SETTINGS, STORE
 from lightning_jax.train.tasks.data import evenly_spaced
 from lightning_jax.train.tasks.source import Group, Source, completed
@@ -106,24 +105,27 @@ def read_stored(
             some = evenly_spaced(finished_groups(store, learn.phase), learn.num_groups)
             rescored = {rollout.rollout_id: rollout for group in some for rollout in group}
         if not learn.supervised:
-            steps = _steps(store, config, rescored)
+            steps = _steps(store, learn, config.rollout.tasks_per_step, rescored)
             config = replace(config, num_steps=learn.num_steps or len(steps))
             return config, steps
-        groups = _chosen(store, config, rescored)
+        reader = TraceReader(
+            *(config.roles, config.reward_rules, load_tokenizer(config.model.name).decode),
+            *(config.policy_table, config.rollout),
+        )
+        groups = _imitated(store, learn, reader, rescored)
     num_steps = learn.num_steps or -(-len(groups) // config.warmup.groups_per_step)
     config = replace(config, num_steps=0, warmup=replace(config.warmup, num_steps=num_steps))
     return config, groups
 
 
 def _steps(
-    store: Store, config: Config, rescored: Mapping[str, Rollout] | None
+    store: Store, learn: LearnConfig, per_step: int, rescored: Mapping[str, Rollout] | None
 ) -> list[list[Rollout]]:
     """Return the rollouts of each policy step.
 
-    The steps are those of the run, unless groups are left out or `rollout.tasks_per_step` is
-    another. Then each has that many groups in the same order.
+    The steps are those of the run, unless groups are left out or its `rollout.tasks_per_step` is
+    not `per_step`. Then each has that many groups in the same order.
     """
-    learn, per_step = config.learn, config.rollout.tasks_per_step
     saved = str(Path(learn.run or "") / SETTINGS)
     of_run = load_config(Config, [saved], only=["rollout", "algorithm"]).rollout
     whole, steps = (stored_steps(store, learn.phase, some) for some in (None, rescored))
@@ -142,14 +144,10 @@ def _steps(
     return steps
 
 
-def _chosen(
-    store: Store, config: Config, rescored: Mapping[str, Rollout] | None
+def _imitated(
+    store: Store, learn: LearnConfig, reader: TraceReader, rescored: Mapping[str, Rollout] | None
 ) -> list[list[Attempt]]:
     """Return the attempts that supervised steps imitate, by group."""
-    learn, decode = config.learn, load_tokenizer(config.model.name).decode
-    reader = TraceReader(
-        config.roles, config.reward_rules, decode, config.policy_table, config.rollout
-    )
     attempts = stored_attempts(store, reader, learn.phase, rescored)
     condition = parse_condition(learn.where)
     groups = choose_attempts(attempts, condition, only_best=learn.only_best)
@@ -185,22 +183,22 @@ def stored_steps(
     are left out, unless the store is older than its record of them. `rescored` has rollouts with
     other rewards, by their id; others are left out then.
     """
-    found = (
+    candidates = (
         stored if rescored is None else rescored.get(stored.rollout_id)
         for stored in store.rollouts(phase=phase)
         if not stored.superseded
     )
     groups = _by_group(
         rollout
-        for rollout in found
+        for rollout in candidates
         if rollout is not None and rollout.status in FINISHED and rollout.reward is not None
     )
     recorded = store.all_step_groups() if phase == "train" else {}
-    taken = {group_id for names in recorded.values() for group_id in names}
+    recorded_ids = {group_id for names in recorded.values() for group_id in names}
     first = min(recorded, default=math.inf) if only_trained else math.inf
     steps = defaultdict(list, recorded)
     for group_id, members in groups.items():
-        if group_id not in taken and members[0].step < first:
+        if group_id not in recorded_ids and members[0].step < first:
             steps[members[0].step].append(group_id)
     rollouts = [
         [rollout for group_id in steps[step] for rollout in groups.get(group_id, ())]
@@ -227,9 +225,9 @@ def stored_attempts(
     """Return the attempts of `stored_steps` and those that no step took, in order."""
     attempts = []
     for rollouts in stored_steps(store, phase, rescored, only_trained=False):
-        made, _ = to_trajectories(store, rollouts, policy_version=0, reader=reader)
         by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-        attempts += [Attempt(by_id[t.rollout_id], t) for t in made]
+        trajectories = reader.read(store, rollouts).trained
+        attempts += [Attempt(by_id[t.rollout_id], t) for t in trajectories]
     return attempts
 
 
@@ -242,11 +240,11 @@ def choose_attempts(
     equal ones the first. Raises ConfigError if the condition has a name that no attempt has, or if
     no attempt is left.
     """
-    known = {name for attempt in attempts for name in attempt.values} | {*ATTEMPT_NAMES}
-    if unknown := sorted(condition.names - known):
+    names = {name for attempt in attempts for name in attempt.values} | {*ATTEMPT_NAMES}
+    if unknown := sorted(condition.names - names):
         raise ConfigError(
             f"--where has the name {unknown[0]!r}, which no attempt has; use one of "
-            f"{', '.join(sorted(known))}.",
+            f"{', '.join(sorted(names))}.",
             reason="unknown",
             key=unknown[0],
         )
@@ -266,19 +264,19 @@ def choose_attempts(
     for attempt in attempts:
         earned[attempt.rollout.group_id].append(attempt.total_reward)
     best = [max(group, key=lambda attempt: attempt.total_reward) for group in groups.values()]
-    found = [
+    best_of_groups = [
         [attempt]
         for attempt in best
         if stands_out(attempt.total_reward, np.asarray(earned[attempt.rollout.group_id]))
     ]
-    if not found:
+    if not best_of_groups:
         raise ConfigError(
             "--best finds no attempt above the mean of its group or with a reward of 1; drop "
             "--best, or choose attempts with --where.",
             reason="empty",
             key="--best",
         )
-    return found
+    return best_of_groups
 
 
 def attempt_sequences(

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from lightning_jax.settings.loading import part_of
-from lightning_jax.traces.tasks import free_name, is_unnamed
+from lightning_jax.traces.rows import free_name, is_unnamed
 from lightning_jax.train.tasks.record_files import SUFFIXES, DatasetError, read_records
 from lightning_jax.types import Task
 
@@ -38,12 +38,12 @@ def load_task_files(
             key="data.root",
         )
     if path.is_dir():
-        found = _read(_file(path, split), dropped)
+        tasks_of_split = _read(_file(path, split), dropped)
         if split == "train":
-            asked = {_content(task) for task in _read(_file(path, "dev"), Counter())}
-            kept = [task for task in found if _content(task) not in asked]
-            dropped["in_dev"] = len(found) - len(kept)
-            found = kept
+            dev_contents = {_content(task) for task in _read(_file(path, "dev"), Counter())}
+            kept = [task for task in tasks_of_split if _content(task) not in dev_contents]
+            dropped["in_dev"] = len(tasks_of_split) - len(kept)
+            tasks_of_split = kept
     else:
         tasks = _read(path, dropped if split == "train" else Counter())  # counted once
         if len(tasks) == 1:
@@ -53,8 +53,8 @@ def load_task_files(
                 reason="too_few",
                 key="data.root",
             )
-        found = part_of(split, tasks)
-    return found, {reason: number for reason, number in dropped.items() if number}
+        tasks_of_split = part_of(split, tasks)
+    return tasks_of_split, {reason: number for reason, number in dropped.items() if number}
 
 
 def read_tasks(path: Path) -> list[Task]:
@@ -69,9 +69,9 @@ def _file(folder: Path, split: str) -> Path:
     for suffix in SUFFIXES:
         if (path := folder / f"{split}{suffix}").is_file():
             return path
-    found = sorted(path.name for path in folder.iterdir() if path.is_file())[:MAX_NAMED]
+    files = sorted(path.name for path in folder.iterdir() if path.is_file())[:MAX_NAMED]
     raise DatasetError(
-        f"{folder} has no {split}.jsonl (it has {', '.join(found) or 'no file'}); expected "
+        f"{folder} has no {split}.jsonl (it has {', '.join(files) or 'no file'}); expected "
         f"train.jsonl and dev.jsonl, or the same with {', '.join(SUFFIXES[1:])}.",
         reason="missing",
         key=f"{split}.jsonl",

@@ -199,15 +199,15 @@ def _component_panels(names: set[str]) -> list[Panel]:
 
     There a held-out component that falls while the reward rises catches the eye.
     """
-    found = sorted(
+    parts = sorted(
         name.removeprefix("reward/").removesuffix("_mean")
         for name in names
         if name.startswith("reward/") and name.endswith("_mean")
     )
-    panels = [Panel(f"reward {n}", (f"reward/{n}_mean", f"eval/reward_{n}_mean")) for n in found]
-    if len(found) < 2:
+    panels = [Panel(f"reward {n}", (f"reward/{n}_mean", f"eval/reward_{n}_mean")) for n in parts]
+    if len(parts) < 2:
         return panels
-    names_of_all = ("rollout/reward_mean", *(f"reward/{name}_mean" for name in found))
+    names_of_all = ("rollout/reward_mean", *(f"reward/{name}_mean" for name in parts))
     text = "training rollouts: the reward that is trained, and each component"
     return [Panel("reward and components", names_of_all, text=text), *panels]
 

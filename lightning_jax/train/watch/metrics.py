@@ -4,14 +4,15 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_jax.system.files import write_whole
 from lightning_jax.train.config import MetricsConfig
+from lightning_jax.train.hook import Hook
 from lightning_jax.train.sinks import Feeds, Status
 from lightning_jax.train.watch.curves import plot_curves
 from lightning_jax.train.watch.report import evaluations
+from lightning_jax.types import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -19,14 +20,21 @@ Row = dict[str, float | int]  # metrics and the step
 DRAW_EVERY_S = 30.0  # drawing takes a second
 
 
-class MetricsLog:
+class MetricsLog(Hook):
     """Writer of `metrics.jsonl`, a JSON object per line with its `step`, and of `curves.png`.
 
-    Rows also go to the sinks of `config`. Opening the file for a run that resumes at `first_step`
+    Rows also go to the sinks of `config`, with a table of the evaluations at the end, whose parts
+    are those of the task field `by`. Opening the file for a run that resumes at `first_step`
     removes the lines of later steps, which will be logged again. The file never holds a step twice.
     """
 
-    def __init__(self, path: Path, first_step: int, config: MetricsConfig | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        first_step: int,
+        config: MetricsConfig | None = None,
+        by: str | None = None,
+    ) -> None:
         rows, num_damaged = read_rows(path)
         if num_damaged:
             log.warning(
@@ -36,26 +44,26 @@ class MetricsLog:
             )
         kept = [row for row in rows if row["step"] < first_step]
         write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.path = path
+        self.path, self._by = path, by
         self.rows: list[Row] = kept
         self._drawn_at = -math.inf
         self.sinks = Feeds(config or MetricsConfig(), path.parent, first_step, kept)
 
-    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+    def after_step(self, step: int, row: Metrics) -> None:
         """Add a row, and redraw the curves if they are old."""
-        metrics = {**metrics, **self.sinks.counts()}
-        row = {"step": step} | {name: float(value) for name, value in sorted(metrics.items())}
+        metrics = {**row, **self.sinks.counts()}
+        whole = {"step": step} | {name: float(value) for name, value in sorted(metrics.items())}
         with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        self.rows.append(row)
-        self.sinks.write(row)
+            file.write(json.dumps(whole) + "\n")
+        self.rows.append(whole)
+        self.sinks.write(whole)
         if time.monotonic() - self._drawn_at >= DRAW_EVERY_S:
             self.draw()
 
-    def close(self, status: Status, by: str | None = None) -> None:
-        """Plot the curves and end the sinks. `by` is the task field of the evaluations' parts."""
+    def close(self, status: Status) -> None:
+        """Plot the curves and end the sinks."""
         self.draw()
-        self.sinks.close(evaluations(self.rows, by), status)
+        self.sinks.close(evaluations(self.rows, self._by), status)
 
     def draw(self) -> None:
         """Plot the curves so far beside the file."""
@@ -80,9 +88,9 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
     if not path.exists():
         return [], 0
     lines = path.read_bytes().splitlines(keepends=True)
-    found = [_row(line) for line in lines if line.endswith(b"\n") and line.strip()]
-    rows = [row for row in found if row is not None]
-    return rows, len(found) - len(rows)
+    parsed = [_row(line) for line in lines if line.endswith(b"\n") and line.strip()]
+    rows = [row for row in parsed if row is not None]
+    return rows, len(parsed) - len(rows)
 
 
 def _row(line: bytes) -> Row | None:

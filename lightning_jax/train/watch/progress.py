@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from lightning_jax.train.hook import Hook
+
 log = logging.getLogger(__name__)
 
 REDRAW_EVERY_S = 1.0
@@ -29,7 +31,7 @@ def count_work(stats: Mapping[str, float]) -> Work:
     return Work(*(stats.get(name, 0.0) for name in names))
 
 
-class Progress:
+class Progress(Hook):
     """Phases of a run, such as a step's rollouts and an evaluation beside them, and how far.
 
     `count` returns what the engine has done so far.
@@ -38,17 +40,19 @@ class Progress:
     def __init__(self, count: Callable[[], Work]) -> None:
         self._count = count
         self._phases: dict[str, tuple[int, int]] = {}  # finished rollouts, and all of them
-        self.begin("start")
+        self.begin_phase("start")
 
-    def begin(self, phase: str, num_rollouts: int = 0) -> None:
+    def begin_phase(self, phase: str, num_rollouts: int = 0) -> None:
         """Begin a phase, which has this many rollouts, beside phases whose rollouts still run."""
         if all(done >= total for done, total in self._phases.values()):
             self._phases.clear()
             self._started, self._before = time.monotonic(), self._count()
         self._phases[phase] = (0, num_rollouts)
 
-    def advance(self, phase: str) -> None:
+    def rollout_ended(self, phase: str | None) -> None:
         """Count one finished rollout of the phase, or of a later one once all are finished."""
+        if phase is None:
+            return
         done, total = self._phases[phase]
         self._phases[phase] = (min(done + 1, total), total)
 

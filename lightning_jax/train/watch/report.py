@@ -1,4 +1,4 @@
-"""Tables that a run prints at its end: evaluations, what kept it from learning, and failures."""
+"""Reports of a run: a line per step and, at its end, evaluations, findings and failures."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,8 @@ from lightning_jax.system.text import printable
 from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import CHECKPOINTS
 from lightning_jax.train.sinks import ResultTable
-from lightning_jax.train.watch.monitors import TROUBLESHOOTING, findings, unused_names
+from lightning_jax.train.watch.findings import TROUBLESHOOTING, findings, unused_names
+from lightning_jax.types import Metrics
 
 EVALUATION = {  # columns of a table of evaluations, and their metrics
     "reward": "eval/reward_mean",
@@ -25,7 +26,42 @@ EVALUATION = {  # columns of a table of evaluations, and their metrics
     "solved_by_any": "eval/sampled_solved_share",
 }
 
+SERVED = (  # counters of the server in a row
+    *("requests", "steps", "tokens_generated", "prefix_breaks", "malformed_tool_calls"),
+    *("joined_calls", "late_responses"),
+)
+SAMPLERS = ("serve/samplers", "serve/samplers_lost")  # counters of a cluster
 NOTHING_TRAINED = "nothing was trained: no step with rollouts changed the weights"
+
+
+def summary(row: Metrics) -> str:
+    """Format the few metrics that a person watches, with the number of failed rollouts if any."""
+    columns = {
+        "eval": "eval/reward_mean",
+        "reward": "rollout/reward_mean",
+        "loss": "warmup/loss",
+        "entropy": "rollout/entropy",
+        "kl": "train/mismatch_kl",
+    }
+    failed = sum(
+        row.get(f"{phase}/num_{whose}_failures", 0.0)
+        for phase in ("eval", "rollout")
+        for whose in ("agent", "infrastructure")
+    )
+    words = [f"{name} {row[key]:.3g}" for name, key in columns.items() if key in row]
+    return " ".join(words + ([f"failed {failed:.0f}"] if failed else []))
+
+
+def serve_metrics(before: Metrics, after: Metrics) -> Metrics:
+    """Return the server's metrics between two readings of its counters."""
+    did = {name: after[name] - before[name] for name in after if name in before}
+    prompt = did["serve/prefill_tokens"] + did["serve/prefix_hit_tokens"]
+    return {
+        "serve/prefix_hit_share": did["serve/prefix_hit_tokens"] / max(prompt, 1.0),
+        "serve/compiles": after["serve/compiles"],
+        **{f"serve/{name}": did[f"serve/{name}"] for name in SERVED},
+        **{name: after[name] for name in SAMPLERS if name in after},
+    }
 
 
 def result_table(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> str:
@@ -62,15 +98,15 @@ def _baselines(rows: Sequence[Mapping[str, float | int]]) -> list[str]:
 
 def evaluations(rows: Sequence[Mapping[str, float | int]], by: str | None = None) -> ResultTable:
     """Return `result_table` with its numbers. The parts of an evaluation follow the whole."""
-    found = []
+    table = []
     for row in rows:
         if "eval/reward_mean" in row:
             parts = [name.removeprefix("eval/reward_mean") for name in row]
             parts = [part for part in parts if part.startswith(f"/{by}=")]
             for part in ("", *parts):
                 values = [row.get(f"{metric}{part}") for metric in EVALUATION.values()]
-                found.append((row["step"], part.removeprefix("/") or "all", *values))
-    return ResultTable(("step", "part", *EVALUATION), tuple(found), result_table(rows, by))
+                table.append((row["step"], part.removeprefix("/") or "all", *values))
+    return ResultTable(("step", "part", *EVALUATION), tuple(table), result_table(rows, by))
 
 
 def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
@@ -79,12 +115,14 @@ def learning_table(rows: Sequence[Mapping[str, float | int]]) -> str:
     Say so if no step with rollouts changed the weights.
     """
     steps = _with_rollouts(rows)
-    found = [finding for row in steps for finding in findings(row)]
+    all_findings = [finding for row in steps for finding in findings(row)]
     lines = []
     if is_untrained(rows):
         lines.append(NOTHING_TRAINED)
-    for kind, number in Counter(finding.kind for finding in found).items():
-        largest = max((f for f in found if f.kind == kind), key=lambda finding: finding.share)
+    for kind, number in Counter(finding.kind for finding in all_findings).items():
+        largest = max(
+            (f for f in all_findings if f.kind == kind), key=lambda finding: finding.share
+        )
         lines.append(f"in {number} of {len(steps)} steps {largest.sentence}")
     for kind, name in unused_names(steps):
         lines.append(f"{kind} {name} matched nothing in any step; correct it or remove it")
@@ -108,17 +146,17 @@ def _num_updates(row: Mapping[str, float | int]) -> float:
 
     A step without sequences has one skipped update and none that was made.
     """
-    made, skipped = "train/num_updates", "train/skipped_updates"
-    policies = [name.removeprefix(made) for name in row if name.startswith(made)]
-    return sum((max(row[made + p] - row.get(skipped + p, 0.0), 0.0) for p in policies), 0.0)
+    updates, skipped = "train/num_updates", "train/skipped_updates"
+    policies = [name.removeprefix(updates) for name in row if name.startswith(updates)]
+    return sum((max(row[updates + p] - row.get(skipped + p, 0.0), 0.0) for p in policies), 0.0)
 
 
-def checkpoint_line(directory: Path, keep: int, shown: Path | None = None) -> str:
+def checkpoint_line(directory: Path, keep: int, label: Path | None = None) -> str:
     """Return how much space the checkpoints of a run directory take, and how to need less.
 
-    `shown` is the run directory as the user wrote it.
+    `label` is the run directory as the user wrote it.
     """
-    folder = (shown or directory) / CHECKPOINTS
+    folder = (label or directory) / CHECKPOINTS
     files = (directory / CHECKPOINTS).rglob("*")
     size = sum(path.stat().st_size for path in files if path.is_file())
     fewer = ", or lower checkpoint.keep" if keep > 1 else ""
@@ -134,7 +172,7 @@ def failure_table(store: Store) -> str:
     counts = Counter(rollout.status for rollout in rollouts)
     stopped = counts["stopped"] or ""
     num_failed = sum(number for _, number, _ in failed_calls)
-    found = [
+    counted = [
         (
             failure.status.removesuffix("_failure"),
             failure.count,
@@ -144,14 +182,14 @@ def failure_table(store: Store) -> str:
         )
         for failure in failures(rollouts)
     ]
-    found += [("call", number, reason, example, "") for reason, number, example in failed_calls]
+    counted += [("call", number, reason, example, "") for reason, number, example in failed_calls]
     lines = [
         f"rollouts: {counts['scored']} scored, {counts['agent_failure']} failed by the agent, "
         f"{counts['infrastructure_failure']} by the infrastructure"
         f"{stopped and f', {stopped} stopped'}; "
         f"calls: {store.num_calls() - num_failed} answered, {num_failed} failed"
     ]
-    for what, number, reason, example, detail in found:
+    for what, number, reason, example, detail in counted:
         such_as = f", such as in {example}" if example else ""
         line = f"  {what}: {number} {reason}{such_as}" + (f": {detail}" if detail else "")
         lines.append(" ".join(printable(line).splitlines()))

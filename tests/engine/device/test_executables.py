@@ -1,5 +1,6 @@
 """Tests of compiling programs in the order of need."""
 
+import math
 import threading
 import time
 from typing import Any
@@ -24,7 +25,7 @@ class Known(Costs):
     """A call takes as many seconds as its size has units."""
 
     def seconds(self, size: Size) -> float:
-        return float(self.work(size))
+        return float(math.prod(size))
 
 
 class Steps:
@@ -33,7 +34,7 @@ class Steps:
     def __init__(self) -> None:
         self.compiler, self.lowered = Compiler(), []
         self.go = threading.Event()
-        costs = Known(lambda size: size[0] * size[1], fixed_share=0.0)
+        costs = Known(fixed_share=0.0)
         self.executables = Executables("add", self._lower, self.compiler, costs)
 
     def _lower(self, size: tuple[int, ...], *shapes: Any) -> Any:
@@ -104,7 +105,7 @@ def test_lost_time_requests_a_program_that_nothing_replaces(steps: Steps) -> Non
 
 
 def test_the_first_calls_of_a_size_are_timed() -> None:
-    compiler, costs = Compiler(), Costs(lambda size: size[0], fixed_share=0.5)
+    compiler, costs = Compiler(), Costs(fixed_share=0.5)
     times: list[float] = []
     costs.add = lambda size, seconds: times.append(seconds)  # type: ignore[method-assign]
     slow = Executables("slow", lambda size, *shapes: jax.jit(_slow).lower(*shapes), compiler, costs)
@@ -122,7 +123,7 @@ def _slow(x: Any) -> Any:
 
 
 def test_sizes_that_never_ran_cost_what_the_others_say() -> None:
-    costs = Costs(lambda size: size[0], fixed_share=0.25)
+    costs = Costs(fixed_share=0.25)
     assert costs.seconds((4,)) is None
     costs.add((4,), 9.0)
     costs.add((4,), 8.0)

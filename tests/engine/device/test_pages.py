@@ -11,11 +11,10 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device import pages as pages_module
 from lightning_jax.engine.device.pages import MAX_POOL_SIZE, PageCopier, page_bytes
 from lightning_jax.engine.device.radix import PAGE
-from lightning_jax.models.attention.kv_cache import KVCache, row_length
+from lightning_jax.models.attention.kv_cache import KVCache, init_cache, row_length
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.sharding import cache_sharding
-from lightning_jax.models.transformer import init_cache
 from lightning_jax.testing.tiny import tiny_model
 
 SHAPE = tiny_model(0).config.shape

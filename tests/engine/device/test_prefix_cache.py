@@ -131,7 +131,7 @@ async def test_hundreds_of_requests_need_no_more_memory_than_there_is(model, eng
             if i % 20 == 0:
                 check(model, prompts[i], result)
             most = max(most, loop.stats()["serve/prefix_cache_pages_used"])
-        tree = loop._batcher._prefixes._tree
+        tree = loop._batcher._prefixes.tree
         assert 0 < most <= 5 and loop.stats()["serve/running"] == 0
         assert all(node is None or node.pins == 0 for node in tree._nodes)
 
@@ -165,16 +165,17 @@ def test_old_keys_and_short_matches_are_not_used(engine):
     prefixes, state = PrefixCache(with_pages(engine, 8), 0), engine.init_state()
     ids = random_ids(4, 2 * PAGE)
     prefixes.keep(state, 0, ids, 0)
-    assert prefixes.pages_used == 2
+    assert prefixes.tree.num_used == 2
     state, length = prefixes.restore(state, 1, ids[: MIN_REUSE - 1])
     assert length == 0
     state, length = prefixes.restore(state, 1, [*ids[:MIN_REUSE], 300])
     assert length == MIN_REUSE
-    held = prefixes.hold(ids)
-    prefixes.forget_all(1)
+    node = prefixes.tree.match(ids).node
+    prefixes.tree.pin(node)
+    prefixes.tree.reset(1)
     prefixes.keep(state, 0, ids, 0)
-    assert prefixes.pages_used == 0 and prefixes.restore(state, 1, ids)[1] == 0
-    prefixes.let_go(held)
+    assert prefixes.tree.num_used == 0 and prefixes.restore(state, 1, ids)[1] == 0
+    prefixes.tree.unpin(node)
 
 
 def test_the_end_of_a_row_that_is_no_whole_page_stays_out(model):
@@ -182,4 +183,4 @@ def test_the_end_of_a_row_that_is_no_whole_page_stays_out(model):
     one = SlotPrograms(model.config, serve)
     prefixes = PrefixCache(one, 0)
     prefixes.keep(one.init_state(), 0, random_ids(5, 40), 0)
-    assert prefixes.pages_used == 2
+    assert prefixes.tree.num_used == 2

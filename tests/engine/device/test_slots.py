@@ -20,10 +20,11 @@ from lightning_jax.engine.device.programs import start_of
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
+from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.sharding import param_shardings
-from lightning_jax.models.transformer import forward, init_cache, init_params, unembed
+from lightning_jax.models.transformer import forward, init_params, unembed
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.memory.targets import target_devices
@@ -151,16 +152,6 @@ def test_prompts_filled_together_while_another_decodes_are_as_if_alone(model):
     alone = begin(engine, params, engine.init_state(), 1, [7, 8, 9])
     _, undisturbed, _ = decode(engine, params, alone, [1], 9)
     assert undisturbed[:, 0].tolist() == [*first[:, 0], *tokens[:, len(rows)]]
-
-
-def test_a_row_of_its_own_put_into_a_slot_is_as_if_filled_there(model, engine):
-    params, ids = engine.put_on_mesh(model.params), list(range(3, 50))
-    row = engine.prefill(params, engine.init_row(), [Fill(0, 0, ids[:-1])])
-    start = start_of(ids[-1], len(ids) - 1, GREEDY, 0)
-    inserted = engine.insert(row, engine.init_state(), 2, start)
-    _, tokens, _ = decode(engine, params, inserted, [2], 4)
-    filled = begin(engine, params, engine.init_state(), 2, ids)
-    assert decode(engine, params, filled, [2], 4)[1].tolist() == tokens.tolist()
 
 
 def test_a_retired_row_stays_readable_while_others_decode(model, engine):
@@ -326,7 +317,7 @@ def test_the_first_programs_fit_the_first_requests(
     while not sizes <= programs._generate.ready:
         time.sleep(0.01)
     programs.compiler.close()
-    assert programs._generate.ready == sizes and programs._prefill.ready == {(8, 16, 1)}
+    assert programs._generate.ready == sizes and programs._prefill.ready == {(16, 1)}
 
 
 def test_a_prompt_runs_in_small_chunks_until_its_program_is_compiled() -> None:
@@ -337,12 +328,12 @@ def test_a_prompt_runs_in_small_chunks_until_its_program_is_compiled() -> None:
     params = programs.put_on_mesh(model.params)
     prompts = [Fill(row, 0, list(range(1, 100))) for row in range(4)]
     first = programs.prefill(params, programs.init_state().cache, prompts)
-    assert (4, 16, 1) in programs._prefill.ready
+    assert (16, 1) in programs._prefill.ready
     programs.compiler.close()
-    assert (4, 128, 4) not in programs._prefill.ready  # does not pay back yet
+    assert (128, 4) not in programs._prefill.ready  # does not pay back yet
     programs._prefill._compile_s = 0.0  # as if the cache on disk had it
     programs.prefill(params, programs.init_state().cache, prompts)  # 28 calls of the smallest
-    while (4, 128, 4) not in programs._prefill.ready:
+    while (128, 4) not in programs._prefill.ready:
         time.sleep(0.01)
     second = programs.prefill(params, programs.init_state().cache, prompts)
     for before, after in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
@@ -405,7 +396,7 @@ def test_one_and_eight_devices_agree(model, engine):
 def test_what_does_not_fit_is_refused(model, engine):
     params = engine.put_on_mesh(model.params)
     with pytest.raises(InvalidValue) as caught:
-        engine.prefill(params, engine.init_row(), [Fill(0, 40, [1] * 57)])
+        engine.prefill(params, engine.init_state().cache, [Fill(0, 40, [1] * 57)])
     assert caught.value.reason == "too_long"
     assert {"97", "96"} <= set(re.findall(r"\d+", str(caught.value)))
     with pytest.raises(ConfigError) as refused:
@@ -453,7 +444,7 @@ def test_no_accelerator_copies_the_cache(target: str, package: str, head_dim: in
     prompts = (numbers, tokens, numbers, numbers, None)
     programs = [
         engine._generate.lower((1, 64), params, state, slots),
-        engine._prefill.lower((64, 128, 4), params, state.cache, *prompts),
+        engine._prefill.lower((128, 4), params, state.cache, *prompts),
     ]
     keys = state.cache.layers[0].keys[0]
     shape = "bf16[" + ",".join(map(str, keys.sharding.shard_shape(keys.shape))) + "]"

@@ -21,16 +21,10 @@ from lightning_jax.engine.grammar import child as grammar_child
 from lightning_jax.engine.grammar.compiler import (
     GrammarCompiler,
     GrammarError,
-    Matcher,
     grammar,
     json_schema,
 )
-from lightning_jax.engine.grammar.process import (
-    GrammarLimits,
-    GrammarProcess,
-    GrammarProcessLost,
-    Replies,
-)
+from lightning_jax.engine.grammar.process import GrammarProcess, GrammarProcessLost, Matcher
 from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -73,14 +67,15 @@ def test_crash_ends_one_grammar_only() -> None:
 
 
 def test_time_limit_ends_compilation() -> None:
-    compiler = GrammarCompiler(TINY, limits=GrammarLimits(timeout_s=0.2))
+    compiler = GrammarCompiler(TINY, serve=ServeConfig(grammar_timeout_s=0.2))
     reason, text = refusal(compiler, HUGE)
     assert reason == "time" and "serve.grammar_timeout_s" in text
 
 
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="the limit of memory is Linux's")
 def test_memory_limit_ends_compilation() -> None:
-    compiler = GrammarCompiler(TINY, limits=GrammarLimits(timeout_s=60.0, memory_mib=64.0))
+    serve = ServeConfig(grammar_timeout_s=60.0, grammar_memory_mib=64.0)
+    compiler = GrammarCompiler(TINY, serve=serve)
     reason, text = refusal(compiler, HUGE)
     assert reason == "memory" and "serve.grammar_memory_mib" in text
 
@@ -101,7 +96,7 @@ def test_only_what_the_grammar_does_is_its_fault(status: int, reason: str | None
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.send(bytes([status]))
-        found = GrammarProcess(ours, GrammarLimits()).why()
+        found = GrammarProcess(ours, SERVE).why()
     if reason is None:
         assert isinstance(found, GrammarProcessLost)
     else:
@@ -109,7 +104,7 @@ def test_only_what_the_grammar_does_is_its_fault(status: int, reason: str | None
 
 
 def test_long_grammar_starts_no_process() -> None:
-    compiler = GrammarCompiler(TINY, limits=GrammarLimits(max_kib=1))
+    compiler = GrammarCompiler(TINY, serve=ServeConfig(max_grammar_kib=1))
     reason, text = refusal(compiler, grammar(json_schema({"const": "x" * 2048})))
     assert reason == "size" and "serve.max_grammar_kib" in text
     assert compiler._server is None
@@ -207,11 +202,13 @@ def test_masks_of_a_response_share_an_allowance() -> None:
 
 def test_an_overdue_reply_ends_its_response_though_nobody_waits_for_it():
     ours, theirs = socket.socketpair()  # a process that never answers
-    process = GrammarProcess(ours, GrammarLimits())
+    process = GrammarProcess(ours, SERVE)
     with theirs:
-        assert Replies(process, patience_s=60.0).receive(0.0) is None
+        patient = Matcher(process, 1, patience_s=60.0)
+        patient.poll()
+        assert not patient.has_mask
         with pytest.raises(GrammarProcessLost):
-            Replies(process, patience_s=0.0).receive(0.0)
+            Matcher(process, 1, patience_s=0.0).poll()
 
 
 LATE_SIGNAL = """

@@ -16,7 +16,8 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
-from lightning_jax.gateway.calls.routing import Routing, read_traits
+from lightning_jax.gateway.calls.routing import Routing
+from lightning_jax.gateway.dialects.all import read_traits
 from lightning_jax.models.config import LoraConfig, PolicyConfig
 from lightning_jax.models.lora import one_of
 from lightning_jax.models.policies import Policy, PolicyTable

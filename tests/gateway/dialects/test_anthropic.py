@@ -32,7 +32,7 @@ FORCED = {"type": "any", "disable_parallel_tool_use": True}
 
 
 def _parse(**fields: Any) -> PolicyRequest:
-    return parse(BODY | fields, SENDER)[0]
+    return parse(BODY | fields, SENDER).request
 
 
 def _answer(text: str, *calls: tuple[str, str], **fields: Any) -> Answer:
@@ -49,7 +49,7 @@ def _answer(text: str, *calls: tuple[str, str], **fields: Any) -> Answer:
 
 def _reply(**fields: Any) -> Any:
     context = ReplyContext("abc", 0, ((1, 2),), tiny_tokenizer())
-    return parse(BODY | fields, SENDER)[1](context)
+    return parse(BODY | fields, SENDER).begin(context)
 
 
 def test_every_field_arrives() -> None:
@@ -129,11 +129,7 @@ def test_a_stream_opens_one_block_at_a_time() -> None:
     for piece in pieces:
         events += reply.delta(builder.add(piece, None))
     events += reply.ending([_answer("ab", ("run", "{}"))])
-    assert all(event.name == event.data["type"] for event in events)
-    shown = [
-        (event.data["type"].removeprefix("content_block_"), event.data.get("index"))
-        for event in events
-    ]
+    shown = [(event["type"].removeprefix("content_block_"), event.get("index")) for event in events]
     block = [("start", 0), ("delta", 0), ("delta", 0), ("stop", 0)]
     block += [("start", 1), ("delta", 1), ("delta", 1), ("stop", 1)]
     block += [("start", 2), ("delta", 2), ("stop", 2), ("start", 3), ("delta", 3), ("stop", 3)]

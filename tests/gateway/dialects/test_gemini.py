@@ -11,10 +11,9 @@ from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
 from lightning_jax.gateway.dialects.gemini.dialect import parse
-from lightning_jax.gateway.dialects.gemini.schema import Schema
+from lightning_jax.gateway.dialects.gemini.input import Schema
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import read
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, TextPiece
 from lightning_jax.gateway.request import Function, PolicyRequest, ToolChoice
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -38,7 +37,7 @@ def _sender(method: str = "generateContent") -> Sender:
 
 
 def _parse(**fields: Any) -> PolicyRequest:
-    return parse({"contents": ASK} | fields, _sender())[0]
+    return parse({"contents": ASK} | fields, _sender()).request
 
 
 @pytest.mark.parametrize("snake", [False, True])
@@ -61,7 +60,7 @@ def test_every_field_arrives_in_both_spellings(snake: bool) -> None:
         )
         assert '"max_output_tokens": 7' in spelt and '"top_p"' in spelt
         body = json.loads(spelt)
-    request = parse(body, _sender("streamGenerateContent"))[0]
+    request = parse(body, _sender("streamGenerateContent")).request
     assert request.messages == (
         {"role": "system", "content": "Be\nbrief."},
         {"role": "user", "content": "hi"},
@@ -98,7 +97,7 @@ def test_schemas_become_json_schemas() -> None:
         "required": ["n"],
         "property_ordering": ["n"],
     }
-    plain = read(Schema, schema).json_schema()
+    plain = Schema.read(schema).json_schema()
     assert plain == {
         "type": "object",
         "properties": {
@@ -126,9 +125,11 @@ def test_an_answer_that_comes_back_is_the_message_it_was(pieces: bool, ids: bool
     deltas.append(builder.add(calls, None))
     completion = Completion((7,), "", (0.0,), (0.0,), (0,), "stop")
     answer = builder.answer((1,), completion)
-    reply = parse({"contents": ASK}, _sender())[1](ReplyContext("t", 0, ((1,),), tiny_tokenizer()))
+    reply = parse({"contents": ASK}, _sender()).begin(
+        ReplyContext("t", 0, ((1,),), tiny_tokenizer())
+    )
     events = [event for delta in deltas for event in reply.delta(delta)] + [*reply.ending([answer])]
-    bodies = [event.data for event in events] if pieces else [reply.body([answer])]
+    bodies = events if pieces else [reply.body([answer])]
     contents = [body["candidates"][0]["content"] for body in bodies]
     call = contents[-1]["parts"][-1]["functionCall"]
     contents[0]["parts"].insert(0, {"text": "hm", "thought": True})
@@ -151,7 +152,9 @@ def test_numbers_that_json_cannot_write_are_cut() -> None:
     builder = AnswerBuilder(0)
     builder.add([CallStart(0, "run"), CallArguments(0, '{"a": 1e999}')], None)
     answer = builder.answer((1,), Completion((7,), "", (0.0,), (0.0,), (0,), "stop"))
-    reply = parse({"contents": ASK}, _sender())[1](ReplyContext("t", 0, ((1,),), tiny_tokenizer()))
+    reply = parse({"contents": ASK}, _sender()).begin(
+        ReplyContext("t", 0, ((1,),), tiny_tokenizer())
+    )
     json.dumps(reply.body([answer]), allow_nan=False)
 
 

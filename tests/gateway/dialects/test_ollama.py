@@ -13,7 +13,7 @@ from lightning_jax.gateway.dialects.ollama import parse_chat, parse_generate
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.messages import normalize_messages
-from lightning_jax.gateway.prompt.render import ConversationMemory, Generated
+from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, Rendered
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, TextPiece
 from lightning_jax.gateway.request import Function, PolicyRequest
 from lightning_jax.testing.tiny import tiny_tokenizer
@@ -33,7 +33,7 @@ RUN = {"type": "function", "function": {"name": "run", "parameters": SCHEMA}}
 
 
 def _parse(**fields: Any) -> PolicyRequest:
-    return parse_chat(BODY | fields, SENDER)[0]
+    return parse_chat(BODY | fields, SENDER).request
 
 
 def test_every_field_arrives() -> None:
@@ -57,9 +57,9 @@ def test_thinking_can_be_turned_off() -> None:
 
 def test_generate_is_templated_unless_raw() -> None:
     body = {"model": "policy", "prompt": "hi", "system": "Be brief.", "context": [1, 2]}
-    request = parse_generate(body, SENDER)[0]
+    request = parse_generate(body, SENDER).request
     assert request.messages == ({"role": "system", "content": "Be brief."}, *ASK)
-    raw = parse_generate({"model": "policy", "prompt": "hi", "raw": True}, SENDER)[0]
+    raw = parse_generate({"model": "policy", "prompt": "hi", "raw": True}, SENDER).request
     assert (raw.messages, raw.prompts) == (None, ("hi",))
 
 
@@ -70,11 +70,11 @@ def test_an_answer_that_comes_back_is_recognised_without_ids() -> None:
     completion = Completion((7, 8), "", (0.0, 0.0), (0.0, 0.0), (0, 0), "stop")
     answer = builder.answer((1,), completion)
     context = ReplyContext("abc", 0, ((1,),), tiny_tokenizer())
-    message = parse_chat(BODY, SENDER)[1](context).body([answer])["message"]
+    message = parse_chat(BODY, SENDER).begin(context).body([answer])["message"]
     assert [set(call) for call in message["tool_calls"]] == [{"function"}] * 2
     result = {"role": "tool", "tool_name": "run", "content": "5"}
     parsed = _parse(messages=[*ASK, message, result]).messages
-    memory, generated = ConversationMemory(), Generated((1,), (7, 8))
+    memory, generated = ConversationMemory(), Generated(Rendered((1,), 0, 0), (7, 8))
     memory.add(answer.as_message(), generated)
     plain = normalize_messages(parsed or ())
     recalled = memory.recall(plain[1])
@@ -89,7 +89,7 @@ def test_a_call_that_was_cut_is_not_shown() -> None:
     builder = AnswerBuilder(0)
     builder.add([CallStart(0, "run"), CallArguments(0, '{"a": tr')], None)
     answer = builder.answer((1,), Completion((7,), "", (0.0,), (0.0,), (0,), "length"))
-    reply = parse_chat(BODY, SENDER)[1](ReplyContext("abc", 0, ((1,),), tiny_tokenizer()))
+    reply = parse_chat(BODY, SENDER).begin(ReplyContext("abc", 0, ((1,),), tiny_tokenizer()))
     body = reply.body([answer])
     assert (body["message"], body["done_reason"]) == (
         {"role": "assistant", "content": ""},

@@ -28,11 +28,12 @@ RUN = {"type": "function", "function": {"name": "run", "parameters": {"type": "o
 
 
 def _parse(headers: dict[str, str] | None = None, **fields: Any) -> PolicyRequest:
-    return parse(BODY | fields, Sender(headers or {}, {}, {}, "tiny", SavedConversations()))[0]
+    return parse(BODY | fields, Sender(headers or {}, {}, {}, "tiny", SavedConversations())).request
 
 
 def _sampling(request: PolicyRequest, rollout: OpenRollout | None, room: int) -> Any:
-    return sampling_params(request, rollout, (room,), None, max_logit_biases=9, max_stop_chars=99)
+    rooms = (room,) * request.num_choices
+    return sampling_params(request, rollout, rooms, None, max_logit_biases=9, max_stop_chars=99)
 
 
 def test_a_bare_request_gets_openais_defaults() -> None:

@@ -83,7 +83,7 @@ def test_stream_options_need_a_stream() -> None:
     fields = BODY | {"stream_options": {"include_usage": True}}
     with raises_coded(ApiError, "needs_stream", "stream_options"):
         parse(fields, SENDER)
-    assert parse(fields | {"stream": True}, SENDER)[0].stream
+    assert parse(fields | {"stream": True}, SENDER).request.stream
 
 
 async def test_prompts_have_four_shapes(bench: Bench) -> None:
@@ -192,7 +192,9 @@ def test_offsets_of_a_known_answer() -> None:
     builder = AnswerBuilder(0)
     builder.add([TextPiece("aé")], None)
     body = BODY | {"prompt": "x", "logprobs": 0}
-    reply = parse(body, SENDER)[1](ReplyContext("t", 1, ((tokenizer.encode("x")[0],),), tokenizer))
+    reply = parse(body, SENDER).begin(
+        ReplyContext("t", 1, ((tokenizer.encode("x")[0],),), tokenizer)
+    )
     (choice,) = reply.body([builder.answer((1,), sampled)])["choices"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2]
     assert choice["logprobs"]["tokens"][3] == "<|im_end|>"
@@ -224,7 +226,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, reason: str)
         parse(BODY | fields, SENDER)
     assert (caught.value.param, caught.value.reason) == (param, reason)
     assert param in caught.value.message
-    assert parse(BODY | {"n": 2, "best_of": 2, "suffix": None}, SENDER)[0].num_choices == 2
+    assert parse(BODY | {"n": 2, "best_of": 2, "suffix": None}, SENDER).request.num_choices == 2
 
 
 @pytest.mark.parametrize(

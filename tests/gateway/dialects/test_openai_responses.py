@@ -14,9 +14,8 @@ from pydantic import TypeAdapter
 from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import Answer, AnswerBuilder, Delta
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
-from lightning_jax.gateway.dialects.openai_responses.dialect import parse
+from lightning_jax.gateway.dialects.openai_responses.dialect import LOGPROBS, parse
 from lightning_jax.gateway.dialects.openai_responses.input import input_messages
-from lightning_jax.gateway.dialects.openai_responses.saved import LOGPROBS
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, Piece, TextPiece
@@ -51,7 +50,7 @@ def _sender() -> Sender:
 
 
 def _parse(**fields: Any) -> PolicyRequest:
-    return parse(BODY | fields, _sender())[0]
+    return parse(BODY | fields, _sender()).request
 
 
 def _extras(model: Any) -> set[str]:
@@ -100,15 +99,14 @@ def _reply(pieces: list[list[Piece]], reason: Any = "stop", **fields: Any) -> An
     builder = AnswerBuilder(0)
     deltas: list[Delta] = [builder.add(some, None) for some in pieces]
     answer: Answer = builder.answer((1,), Completion((5,), "", (-1.0,), (-1.0,), (1,), reason))
-    _, make = parse(BODY | fields, _sender())
     context = ReplyContext("ab12", 1, ((1,),), tiny_tokenizer())
-    body = make(context).body([answer])
-    reply = make(context)
+    body = parse(BODY | fields, _sender()).begin(context).body([answer])
+    reply = parse(BODY | fields, _sender()).begin(context)
     events = [*reply.opening()]
     for delta in deltas:
         events += reply.delta(delta)
     events += reply.ending([answer])
-    return body, [event.data for event in events], answer.as_message()
+    return body, events, answer.as_message()
 
 
 async def test_an_answer_is_a_message(bench: Bench) -> None:

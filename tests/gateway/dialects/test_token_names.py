@@ -63,8 +63,8 @@ def _chunk(done: Completion, index: int) -> Chunk:
 
 def _reply(dialect: str) -> Reply:
     parse, body = PARSED[dialect]
-    _, make = parse({"model": "policy", **body}, SENDER)
-    return make(ReplyContext("t", 1, ((1,),), WORDS))
+    reply = parse({"model": "policy", **body}, SENDER)
+    return reply.begin(ReplyContext("t", 1, ((1,),), WORDS))
 
 
 def _entries(value: Any) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def test_bytes_join_to_the_content(dialect: str, tokens: list[str]) -> None:
         assert len(set(names)) == len(set((5, ids[0])))
     streamed = _reply(dialect)
     events = [
-        event.data
+        event
         for index in range(len(ids))
         for event in streamed.delta(builder.add([TextPiece("x")], _chunk(done, index)))
     ]
@@ -127,13 +127,13 @@ def _legacy(
 ) -> Any:
     """Return the choice of an echoed prompt and a known answer."""
     body = {"model": "policy", "prompt": prompt, "echo": True, "logprobs": 2, **fields}
-    _, make = openai_completions.parse(body, SENDER)
+    reply = openai_completions.parse(body, SENDER)
     done = _completion(sampled, tuple(prompt_ids[-1:]))
     tops = tuple(((5, -0.5), (i, -1.0)) for i in prompt_ids[1:])
     object.__setattr__(done, "prompt_scores", PromptScores((-1.0,) * len(tops), tops))
     builder = AnswerBuilder(0)
     builder.add([TextPiece(done.text)], None)
-    reply = make(ReplyContext("t", 1, (tuple(prompt_ids),), tokenizer))
+    reply.begin(ReplyContext("t", 1, (tuple(prompt_ids),), tokenizer))
     (choice,) = reply.body([builder.answer(tuple(prompt_ids), done)])["choices"]
     return choice
 

@@ -92,7 +92,7 @@ def test_a_conversation_has_one_end_after_each_turn(name: str) -> None:
         prompt = render_prompt(messages, TOOLS, tokenizer, memory)
         answer = {"role": "assistant", "content": f"answer {turn}"}
         sampled = (*tokenizer.encode(answer["content"]), END)
-        memory.add(answer, Generated(prompt.token_ids, sampled, prompt.history, prompt.path))
+        memory.add(answer, Generated(prompt, sampled))
         messages += [answer, {"role": "user", "content": "more"}]
         longer = render_prompt(messages, TOOLS, tokenizer, memory)
         path = prompt.token_ids + sampled
@@ -111,7 +111,7 @@ def test_another_end_than_the_templates_is_the_only_one() -> None:
     memory = ConversationMemory()
     first = render_prompt([{"role": "user", "content": "hi"}], None, tokenizer, memory)
     answer, sampled = {"role": "assistant", "content": "x"}, (*tokenizer.encode("x"), *other)
-    memory.add(answer, Generated(first.token_ids, sampled, first.history, first.path))
+    memory.add(answer, Generated(first, sampled))
     turns = [{"role": "user", "content": "hi"}, answer, {"role": "user", "content": "more"}]
     text = _text(render_prompt(turns, None, tokenizer, memory), tokenizer)
     assert "\nx<|endoftext|>\n<|im_start|>user\nmore" in text

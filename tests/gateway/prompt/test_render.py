@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.prompt.call_syntax import parse_calls
 from lightning_jax.gateway.prompt.messages import normalize_messages
-from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render_prompt
+from lightning_jax.gateway.prompt.render import (
+    ConversationMemory,
+    Generated,
+    Rendered,
+    render_prompt,
+)
 from lightning_jax.gateway.prompt.tool_formats import HERMES, format_of
 from lightning_jax.models.chat_template import TemplateError, with_defaults
 from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
@@ -55,7 +60,7 @@ def test_sampled_ids_come_back_though_their_text_encodes_otherwise() -> None:
     assert tokenizer.encode("ab") == [ab]
     memory = ConversationMemory()
     first = render_prompt([USER], None, tokenizer, memory)
-    memory.add(_assistant("ab"), Generated(first.token_ids, (a, b, end), first.history))
+    memory.add(_assistant("ab"), Generated(first, (a, b, end)))
     second = render_prompt([USER, _assistant("ab"), USER], None, tokenizer, memory)
     assert second.token_ids == (
         *first.token_ids,
@@ -85,7 +90,7 @@ def test_every_prompt_extends_the_last_call(responses: list[tuple[list[int], boo
         assert prompt.breaks == 0
         sampled = (*ids, END) if ended else tuple(ids)
         text = TOKENIZER.decode(sampled)
-        memory.add(_assistant(text), Generated(prompt.token_ids, sampled, prompt.history))
+        memory.add(_assistant(text), Generated(prompt, sampled))
         path = prompt.token_ids + sampled
         messages = [*messages, _assistant(text), USER]
 
@@ -93,10 +98,10 @@ def test_every_prompt_extends_the_last_call(responses: list[tuple[list[int], boo
 def test_equal_texts_keep_distinct_ids() -> None:
     memory = ConversationMemory()
     first = render_prompt([USER], None, TOKENIZER, memory)
-    memory.add(_assistant("\ufffd"), Generated(first.token_ids, (200, END), first.history))
+    memory.add(_assistant("\ufffd"), Generated(first, (200, END)))
     turns = [USER, _assistant("\ufffd"), USER]
     second = render_prompt(turns, None, TOKENIZER, memory)
-    memory.add(_assistant("\ufffd"), Generated(second.token_ids, (201, END), second.history))
+    memory.add(_assistant("\ufffd"), Generated(second, (201, END)))
     third = render_prompt([*turns, _assistant("\ufffd"), USER], None, TOKENIZER, memory)
     assert third.token_ids[: len(second.token_ids) + 2] == (*second.token_ids, 201, END)
     assert third.token_ids[len(first.token_ids)] == 200
@@ -108,7 +113,7 @@ def test_variables_of_the_template_are_part_of_a_calls_identity() -> None:
     memory, plain, warm = ConversationMemory(), {}, {"tone": "warm"}
     first = render_prompt([USER], None, tokenizer, memory, kwargs=warm)
     assert tokenizer.decode(first.token_ids).startswith("warm: ")
-    memory.add(_assistant("\ufffd"), Generated(first.token_ids, (200, END), first.history))
+    memory.add(_assistant("\ufffd"), Generated(first, (200, END)))
     turns = [USER, _assistant("\ufffd"), USER]
     same = render_prompt(turns, None, tokenizer, memory, kwargs={"tone": "warm"})
     assert same.token_ids[: len(first.token_ids) + 2] == (*first.token_ids, 200, END)
@@ -125,7 +130,7 @@ def test_variables_of_the_template_are_part_of_a_calls_identity() -> None:
 def test_an_edited_history_forks_and_is_counted() -> None:
     memory = ConversationMemory()
     first = render_prompt([USER], None, TOKENIZER, memory)
-    memory.add(_assistant("ok"), Generated(first.token_ids, (250, 251, END), first.history))
+    memory.add(_assistant("ok"), Generated(first, (250, 251, END)))
     other_start = [{"role": "user", "content": "ho"}, _assistant("ok"), USER]
     forked = render_prompt(other_start, None, TOKENIZER, memory)
     assert (forked.replayed, forked.breaks) == (1, 1)
@@ -150,7 +155,7 @@ def test_an_edited_history_forks_and_is_counted() -> None:
 def test_a_response_without_its_thought_or_blanks_is_the_response(sent: dict[str, str]) -> None:
     memory, ids = ConversationMemory(), (200, END)
     first = render_prompt([USER], None, TOKENIZER, memory)
-    generated = Generated(first.token_ids, ids, first.history, first.path)
+    generated = Generated(first, ids)
     memory.add(_assistant("<think>\nhm\n</think>\n\nok\n"), generated)
     again = render_prompt([USER, {"role": "assistant", **sent}, USER], None, TOKENIZER, memory)
     assert again.token_ids[: len(first.token_ids) + 2] == (*first.token_ids, *ids)
@@ -161,7 +166,7 @@ def test_a_template_that_rewrites_a_response_is_a_break() -> None:
     content = "{{ m.content + m.content }}"
     tokenizer = _with_template("{% for m in messages %}" + content + "{% endfor %}")
     memory = ConversationMemory()
-    memory.add(_assistant("ok"), Generated((1,), (2, 3)))
+    memory.add(_assistant("ok"), Generated(Rendered((1,), 0, 0), (2, 3)))
     rendered = render_prompt([USER, _assistant("ok")], None, tokenizer, memory)
     assert rendered.token_ids == render_prompt([USER, _assistant("ok")], None, tokenizer).token_ids
     assert (rendered.replayed, rendered.breaks) == (0, 1)
@@ -169,8 +174,8 @@ def test_a_template_that_rewrites_a_response_is_a_break() -> None:
 
 def test_rendering_leaves_its_input_alone() -> None:
     memory = ConversationMemory()
-    memory.add(_assistant("ok"), Generated((1,), (2,)))
-    memory.add(_assistant(""), Generated((1,), (2,)))
+    memory.add(_assistant("ok"), Generated(Rendered((1,), 0, 0), (2,)))
+    memory.add(_assistant(""), Generated(Rendered((1,), 0, 0), (2,)))
     messages = [USER, _assistant("ok"), {"role": "assistant", "tool_calls": [TOOL_CALL]}]
     tokenizer = _with_template(
         "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function if m.tool_calls }}"

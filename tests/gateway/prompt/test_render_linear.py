@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from templates import TEMPLATES, tokenizer_with
 
 from lightning_jax.gateway.prompt import render as module
+from lightning_jax.gateway.prompt.habits import template_text
 from lightning_jax.gateway.prompt.messages import normalize_message, normalize_messages
 from lightning_jax.gateway.prompt.render import (
     ConversationMemory,
@@ -35,7 +37,7 @@ class OldMemory:
 
     def add(self, message: Any, generated: Generated) -> None:
         plain = normalize_message(message, "response")
-        self.histories += [generated.history] * bool(module._fingerprint(plain))
+        self.histories += [generated.prompt.history] * bool(module._fingerprint(plain))
         keys = {module._fingerprint(plain), module._fingerprint(module._without_call_ids(plain))}
         for key in keys if generated.token_ids else ():
             if key:
@@ -57,30 +59,32 @@ def old_render(messages: Any, tokenizer: Tokenizer, memory: OldMemory) -> Render
         for i, message in enumerate(plain)
         if message["role"] == "assistant" and (found := memory.recall(message))
     }
-    view = module._View(tokenizer, None, format_of(tokenizer))
-    pieces, marked = old_pieces(plain, view, tuple(known))
+    form = format_of(tokenizer)
+    pieces, marked = old_pieces(
+        plain, lambda turns: template_text(turns, None, tokenizer, form), tuple(known)
+    )
     base = next(
         (
             (index, generated)
             for index in sorted(known, reverse=True)
             for generated in known[index]
-            if generated.history == digests[index]
+            if generated.prompt.history == digests[index]
         ),
         None,
     )
     start, recorded = 0, None
     if base is not None and base[0] in marked:
         start, recorded = marked.index(base[0]), base[1]
-    ids = tokenizer.encode(pieces[start]) if recorded is None else list(recorded.prompt_ids)
+    ids = tokenizer.encode(pieces[start]) if recorded is None else list(recorded.prompt.token_ids)
     extends = True
     for position, (index, piece) in enumerate(
         zip(marked[start:], pieces[start + 1 :], strict=True)
     ):
         found = known[index]
-        chosen = next((g for g in found if g.prompt_ids == tuple(ids)), found[0])
+        chosen = next((g for g in found if g.prompt.token_ids == tuple(ids)), found[0])
         if recorded is not None and position == 0:
             chosen = recorded
-        extends = chosen.prompt_ids == tuple(ids)
+        extends = chosen.prompt.token_ids == tuple(ids)
         tail, last = tokenizer.encode(piece), chosen.token_ids[-1]
         cut = last in tokenizer.eos_ids and tail[:1] == [last]
         ids = [*ids, *chosen.token_ids, *(tail[1:] if cut else tail)]
@@ -93,17 +97,19 @@ def old_render(messages: Any, tokenizer: Tokenizer, memory: OldMemory) -> Render
     return Rendered(tuple(ids), len(replayed), int(not whole), digests[-1])
 
 
-def old_pieces(messages: Any, view: Any, replayed: tuple[int, ...]) -> tuple[list[str], list[int]]:
+def old_pieces(
+    messages: Any, write: Callable[[Any], str], replayed: tuple[int, ...]
+) -> tuple[list[str], list[int]]:
     digest = hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=12)
     marks = {index: f"@@{digest.hexdigest()}-{index}@@" for index in replayed}
     marked = [
         {"role": message["role"], "content": marks[index]} if index in marks else message
         for index, message in enumerate(messages)
     ]
-    text = view.text(marked)
+    text = write(marked)
     found = tuple(index for index, mark in marks.items() if text.count(mark) == 1)
     if len(found) < len(marks):
-        return old_pieces(messages, view, found)
+        return old_pieces(messages, write, found)
     order = sorted(marks, key=lambda index: text.index(marks[index]))
     pieces = []
     for index in order:
@@ -159,7 +165,7 @@ def test_every_conversation_renders_as_before(name: str, steps: list[tuple[str, 
                 messages = [TURNS[0], *messages[1 : 1 + which]]
             case "answer":
                 for ids in (SAMPLED[sampled], SAMPLED[sampled - 1]):
-                    made = Generated(new.token_ids, ids, new.history, new.path)
+                    made = Generated(new, ids)
                     memory.add(ANSWERS[which], made)
                     old.add(ANSWERS[which], made)
                 messages = [*messages, ANSWERS[which]]
@@ -178,7 +184,8 @@ def test_cpu_time_grows_with_the_number_of_turns(same_text: bool) -> None:
         for turn in range(turns):
             answer = {"role": "assistant", "content": "ok" if same_text else f"ok {turn}"}
             sampled = (*tokenizer.encode(answer["content"]), END)
-            memory.add(answer, Generated(ids, sampled))
+            prompt = Rendered(ids, 0, 0, path=module._Path(ids).digest)
+            memory.add(answer, Generated(prompt, sampled))
             messages = [*messages, answer, TURNS[0]]
             again = tokenizer.encode("\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
             ids = (*ids, *sampled, *again)

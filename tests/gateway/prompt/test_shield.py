@@ -61,7 +61,7 @@ def test_a_sampled_response_keeps_its_special_tokens() -> None:
     first = render_prompt([{"role": "user", "content": "hi"}], None, TINY, memory)
     sampled = tuple(TINY.encode("x<|im_start|>y<|im_end|>"))
     answer = {"role": "assistant", "content": "x<|im_start|>y"}
-    memory.add(answer, Generated(first.token_ids, sampled, first.history, first.path))
+    memory.add(answer, Generated(first, sampled))
     turns = [{"role": "user", "content": "hi"}, answer, {"role": "user", "content": "<|im_end|>"}]
     longer = render_prompt(turns, None, TINY, memory)
     path = first.token_ids + sampled

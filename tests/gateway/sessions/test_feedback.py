@@ -49,11 +49,11 @@ async def test_a_reward_for_the_rollout_and_for_its_calls(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "code", "param", "value"),
     [
-        ({}, 400, "invalid_value", "reward", "None"),
-        ({"reward": "1"}, 400, "invalid_value", "reward", "'1'"),
-        ({"reward": True}, 400, "invalid_value", "reward", "True"),
+        ({}, 400, "invalid_value", "reward", "missing"),
+        ({"reward": "1"}, 400, "invalid_type", "reward", "'1'"),
+        ({"reward": True}, 400, "invalid_type", "reward", "True"),
         ({"reward": float("nan")}, 400, "invalid_value", "reward", "nan"),
-        ({"reward": 10**400}, 400, "invalid_value", "reward", "1329"),
+        ({"reward": 10**400}, 400, "invalid_type", "reward", "1329"),
         ({"reward": 1, "call": "last"}, 404, "call_not_found", "call", "'r1'"),
         ({"reward": 1, "call": 3}, 400, "invalid_type", "call", "3"),
         (b"[]", 400, "invalid_value", None, ""),

@@ -1,6 +1,8 @@
 """Tests of shared calls: who joins which, and when a call without listeners ends."""
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -26,14 +28,14 @@ DELTAS = [Delta(0, text, (), None) for text in "abc"]
 
 def _call(gate: asyncio.Event) -> RunningCall:
     async def work(running: RunningCall) -> tuple[Answer, ...]:
-        running.accept()
+        running.accept(CONTEXT)
         for delta in DELTAS:
             await asyncio.sleep(0)
             running.emit(delta)
         await gate.wait()
         return ANSWERS
 
-    return RunningCall(work, CONTEXT)
+    return RunningCall(work)
 
 
 async def _texts(call: RunningCall) -> str:
@@ -57,7 +59,7 @@ async def test_a_refused_call_raises_for_all() -> None:
     async def work(running: RunningCall) -> tuple[Answer, ...]:
         raise invalid("no", "x", reason="conflict")
 
-    call = RunningCall(work, CONTEXT)
+    call = RunningCall(work)
     for ask in (call.accepted, call.answers):
         with pytest.raises(ApiError) as caught:
             await ask()
@@ -124,7 +126,7 @@ async def test_a_repetition_of_a_call_that_failed_joins_no_other() -> None:
         raise ApiError(429, "queue_full", "the queue is full.")
 
     gate, calls = asyncio.Event(), RunningCalls(2**20)
-    failed, sibling = RunningCall(refused, _call(gate).context), _call(gate)
+    failed, sibling = RunningCall(refused), _call(gate)
     calls.add("a", failed)
     calls.add("a", sibling)
     await asyncio.wait([failed.task])
@@ -133,6 +135,23 @@ async def test_a_repetition_of_a_call_that_failed_joins_no_other() -> None:
     assert calls.find("a") is sibling
     gate.set()
     await sibling.answers()
+
+
+async def test_a_call_that_failed_is_not_kept_beside_others() -> None:
+    async def refused(*_: Any) -> Any:
+        raise invalid("no", "x", reason="conflict")
+
+    gate, calls = asyncio.Event(), RunningCalls(2**20)
+    calls.add("a", _call(gate))
+    failed = RunningCall(refused)
+    calls.add("b", failed)
+    await asyncio.wait([failed.task])
+    await asyncio.sleep(0)
+    reference = weakref.ref(failed)
+    del failed
+    gc.collect()
+    assert reference() is None
+    gate.set()
 
 
 async def test_repetitions_join_different_abandoned_calls() -> None:

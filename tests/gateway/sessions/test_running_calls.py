@@ -1,6 +1,7 @@
 """Tests that a retry joins its first try, with one sample and one span, and others do not."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,8 @@ import openai
 import pytest
 from gateway_bench import Bench
 
+from lightning_jax.gateway.calls import responder
+from lightning_jax.gateway.calls.offload import INLINE_BYTES
 from lightning_jax.gateway.sessions import running_calls
 
 BODY: dict[str, Any] = {
@@ -40,6 +43,27 @@ async def test_a_retry_joins_the_call_that_runs(bench: Bench) -> None:
     other = await bench.post(streamed | {"stream": False}, base=base)
     assert _text(other[1]) != _text(again[1])  # not a retry, so a separate call
     assert bench.gateway.stats()["serve/joined_calls"] == 1
+
+
+async def test_a_retry_joins_the_call_that_is_being_rendered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, go_on, render = list[str](), threading.Event(), responder.render_prompt
+
+    def slow(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        assert go_on.wait(20)
+        return render(*arguments)
+
+    monkeypatch.setattr(responder, "render_prompt", slow)
+    base, large = bench.rollout().base_url, BODY | {"metadata": {"note": "x" * INLINE_BYTES}}
+    first = asyncio.create_task(bench.post(large, base=base))
+    await _until(lambda: len(threads) == 1)
+    again = asyncio.create_task(bench.post(large, base=base, **{"x-stainless-retry-count": "1"}))
+    await _until(lambda: bench.gateway.stats()["serve/joined_calls"] == 1)
+    go_on.set()
+    assert (await again)[1]["id"] == (await first)[1]["id"]
+    assert len(threads) == len(bench.store.spans("r1")) == 1
 
 
 async def test_a_retry_gets_the_answer_that_came_too_late(bench: Bench) -> None:

@@ -18,22 +18,22 @@ async def test_time_is_lost_while_all_responses_wait() -> None:
     first, second, third = TimeLimit(), TimeLimit(), TimeLimit()
     task = asyncio.ensure_future(asyncio.sleep(0))
     now_s = 5.0  # the agent works without a call
-    waits.add([first, second])
+    waits.add(first, second)
     now_s = 7.0
     assert waits.lost == Lost(2.0, 2.0)
     waits.begin(first, task)
     assert waits.lost == Lost(2.0, 0.0)
     now_s = 11.0  # one decodes, so an agent cannot stop the clock by asking for more
     assert waits.lost == Lost(2.0, 0.0)
-    waits.remove([first])
+    waits.remove(first)
     now_s = 12.0
-    waits.add([third])
+    waits.add(third)
     now_s = 14.0
     assert waits.lost == Lost(5.0, 3.0)
     waits.begin(second, task)
     assert waits.end_decoding() == {task}
     assert second.is_over() and not first.is_over() and not third.is_over()
-    waits.remove([second, third, third])
+    waits.remove(second, third, third)
     now_s = 99.0
     assert waits.lost == Lost(5.0, 0.0) and waits.end_decoding() == set()
     await task
@@ -42,14 +42,14 @@ async def test_time_is_lost_while_all_responses_wait() -> None:
 async def test_other_work_is_lost_until_it_begins() -> None:
     now_s = 0.0
     waits = Waits(lambda: now_s)
-    waits.add_work("parse")
-    waits.add([TimeLimit()])
+    waits.add("parse")
+    waits.add(TimeLimit())
     now_s = 3.0
-    waits.begin_work("parse")  # what the agent sent is read, in the agent's time
+    waits.begin("parse")  # what the agent sent is read, in the agent's time
     now_s = 10.0
     assert waits.lost == Lost(3.0, 3.0)
-    waits.remove_work("parse")
-    waits.begin_work("parse")  # too late: its request was cancelled
+    waits.remove("parse")
+    waits.begin("parse")  # too late: its request was cancelled
     now_s = 12.0
     assert waits.lost == Lost(5.0, 5.0)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
-from lightning_jax.models.attention import attention, flash, flash_gpu, flash_tpu
+from lightning_jax.models.attention import attention, blockwise, flash, flash_gpu, flash_tpu
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.families import SHAPES
 from lightning_jax.models.mesh import batch_sharding, make_mesh
@@ -139,7 +139,7 @@ def test_blocks_that_nobody_sees_are_not_computed(platform: str) -> None:
 def test_blocks_that_meet_by_hand() -> None:
     ends = np.where(np.arange(LENGTH) < 128, 128, LENGTH)[None].repeat(4, 0)
     queries, keys, values, index, ends, _ = random_inputs(ends)
-    blocks = flash.split(queries, keys, values, index, ends, (512, 256, 128))
+    blocks = blockwise.split_blocks(queries, keys, values, index, ends, (512, 256, 128))
     assert blocks.size == 128 and blocks.queries.shape == (4, 2, 2, 384, 16)
     assert blocks.visible[0].tolist() == [
         [True, False, False],
@@ -164,7 +164,7 @@ def per_device(platform: str) -> tuple[Any, Any]:
     """Return a platform's interpreted (forward, backward), run on each device for its part."""
     kernels = KERNELS[platform]
     forward, backward = (
-        functools.partial(attention.per_device, functools.partial(kernel, interpret=True))
+        flash.per_device(functools.partial(kernel, interpret=True), attention.partition_specs)
         for kernel in (kernels.forward, kernels.backward)
     )
     return forward, backward

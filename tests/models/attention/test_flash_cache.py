@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from lightning_jax.models.attention import flash_cache
+from lightning_jax.models.attention import flash, flash_cache
 from lightning_jax.models.attention.kv_cache import LayerCache, _at_once, attend_cache
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import make_mesh
@@ -86,7 +86,7 @@ def test_devices_of_a_mesh_take_heads(platform) -> None:
     mesh = make_mesh(MeshConfig(2, 2, 2))
     sharding = NamedSharding(mesh, jax.P(None, "tensor"))
     kernel = functools.partial(KERNELS[platform], interpret=True)
-    split = jax.jit(functools.partial(flash_cache.per_device, kernel))
+    split = flash.per_device(kernel, flash_cache.partition_specs)
     got = split(
         *jax.device_put(made, sharding), *jax.device_put(rest, NamedSharding(mesh, jax.P()))
     )

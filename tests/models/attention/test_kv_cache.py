@@ -16,14 +16,18 @@ from lightning_jax.models.attention.kv_cache import (
     KVCache,
     LayerCache,
     attend_cache,
+    init_cache,
     join_caches,
-    make_cache,
     row_length,
     segment_lengths,
     segment_starts,
     write_cache,
 )
+from lightning_jax.models.shape import DecoderShape
 
+SHAPE = DecoderShape(
+    vocab_size=8, embed_dim=16, mlp_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8
+)
 attend = jax.jit(attend_cache)
 attend_all = jax.jit(attention.attend_masked)
 
@@ -32,8 +36,7 @@ PLATFORMS = pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 
 
 def _empty(rows: int, length: int, platform: str = "cpu") -> KVCache:
-    sizes = {"layers": 2, "rows": rows, "length": length, "kv_heads": 2, "head_dim": 8}
-    return make_cache(**sizes, dtype=jnp.float32, platform=platform)
+    return init_cache(SHAPE, rows, length, platform=platform)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

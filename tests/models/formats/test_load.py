@@ -15,7 +15,7 @@ import transformers
 from coded import raises_coded
 
 from lightning_jax.models.attention.attention import rope_frequencies
-from lightning_jax.models.chat_template import render
+from lightning_jax.models.chat_template import render_template
 from lightning_jax.models.formats import find
 from lightning_jax.models.formats.families import FAMILIES
 from lightning_jax.models.formats.find import find_model, load_tokenizer
@@ -334,7 +334,7 @@ def test_a_template_and_its_variables_come_from_the_settings(tmp_path: Path) -> 
     model.tokenizer.save(tmp_path)
     (tmp_path / "tokenizer_config.json").rename(tmp_path / "saved.json")
     saved = json.loads((tmp_path / "saved.json").read_text())["chat_template"]
-    assert render(saved, messages) == "dry: hi"
+    assert render_template(saved, messages) == "dry: hi"
     with raises_coded(ModelError, "unreadable", "model.chat_template"):
         load_model("tiny", chat_template=tmp_path / "none.jinja")
     with raises_coded(ModelError, "unread", "model.chat_template_kwargs"):

@@ -18,7 +18,7 @@ from lightning_jax.rollouts.config import JudgeConfig, RewardConfig, RolloutConf
 from lightning_jax.rollouts.rewards.chat import missing_v1
 from lightning_jax.rollouts.rewards.components import Attempt
 from lightning_jax.rollouts.rewards.judge import Endpoint, Judge
-from lightning_jax.rollouts.rewards.scoring import Scorer
+from lightning_jax.rollouts.rewards.scoring import RewardScorer
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.types import Rollout, Span, Task
@@ -71,7 +71,7 @@ def _scorer(
     rewards: dict[str, RewardConfig],
     server: RemoteServer | None = None,
     limits: RolloutConfig = LIMITS,
-) -> Scorer:
+) -> RewardScorer:
     judges = {
         name: Judge(
             reward.judge,
@@ -83,10 +83,10 @@ def _scorer(
         for name, reward in rewards.items()
         if reward.judge and server
     }
-    return Scorer(rewards, judges, store, _decode, limits)
+    return RewardScorer(rewards, judges, store, _decode, limits)
 
 
-def _score(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Rollout]:
+def _score(scorer: RewardScorer, rollouts: Sequence[Rollout]) -> list[Rollout]:
     return asyncio.run(scorer.score(TASK, rollouts))
 
 

@@ -34,7 +34,7 @@ from lightning_jax.rollouts.workers.work import (
     outcome_of_report,
     unsendable,
 )
-from lightning_jax.rollouts.workers.worker import Refused, Server, work
+from lightning_jax.rollouts.workers.worker import Refused, Server, run_worker
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.service import run_service
 from lightning_jax.traces import attributes
@@ -187,7 +187,7 @@ async def _joined(
     server = Server(runner.gateway.url, runner.gateway.api_key)
     async with runner.gateway.work.opened(fingerprint(config), lease_s) as queue:
         agent = load_agent(reference, config.options)
-        working = work(agent, fingerprint(config), server, concurrency=2, name="w")
+        working = run_worker(agent, fingerprint(config), server, concurrency=2, name="w")
         task = asyncio.create_task(working)
         try:
             yield replace(runner, agent=WorkerPool(queue))
@@ -304,7 +304,7 @@ async def test_worker_that_stops_gives_its_rollouts_back(tmp_path: Path) -> None
 
         def start(function: str) -> asyncio.Task[None]:
             agent = load_agent(f"{TOY}:{function}")
-            return asyncio.create_task(work(agent, {}, server, concurrency=1, name=function))
+            return asyncio.create_task(run_worker(agent, {}, server, concurrency=1, name=function))
 
         async with queue.opened({}, 30.0):
             stopping = start("slow")
@@ -394,7 +394,7 @@ async def test_refused_worker_ends_with_a_sentence(
         agent = load_agent(f"{TOY}:measured")
         async with runner.gateway.work.opened({}, 30.0):
             with raises_coded(Refused, reason):
-                await work(agent, changes.get("agent", {}), server, concurrency=1, name="w")
+                await run_worker(agent, changes.get("agent", {}), server, concurrency=1, name="w")
 
 
 async def test_worker_waits_for_a_server_that_starts_again(
@@ -411,7 +411,7 @@ async def test_worker_waits_for_a_server_that_starts_again(
         ):
             serve = replace(serve, port=int(service.gateway.url.rpartition(":")[2]))
             server = Server(service.gateway.url, "k")
-            coroutine = work(agent, {}, server, concurrency=1, name="w")
+            coroutine = run_worker(agent, {}, server, concurrency=1, name="w")
             working = working or asyncio.create_task(coroutine)
             coroutine.close() if step else None
             config = RolloutConfig()

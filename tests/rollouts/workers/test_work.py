@@ -22,7 +22,7 @@ from lightning_jax.rollouts.runner import Runner, make_requests, run_requests
 from lightning_jax.rollouts.workers import pool
 from lightning_jax.rollouts.workers.pool import WorkerPool
 from lightning_jax.rollouts.workers.work import outcome_of_report
-from lightning_jax.rollouts.workers.worker import Refused, Server, work
+from lightning_jax.rollouts.workers.worker import Refused, Server, run_worker
 from lightning_jax.traces.store import TemporaryStore
 from lightning_jax.types import LLM, Task
 
@@ -50,7 +50,7 @@ async def _runner(lease_s: float, **settings: Any) -> AsyncIterator[tuple[Runner
 @asynccontextmanager
 async def _worker(agent: Any, server: Server) -> AsyncIterator[None]:
     """Run a worker of this process while this context is open."""
-    working = asyncio.create_task(work(agent, {}, server, concurrency=2, name="w"))
+    working = asyncio.create_task(run_worker(agent, {}, server, concurrency=2, name="w"))
     try:
         yield
     finally:
@@ -90,7 +90,7 @@ async def test_server_of_another_release_is_one_sentence(answer: dict[str, Any])
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
         with raises_coded(Refused, "other_release", "version"):
-            await work(agent, {}, Server(url, "k"), concurrency=1, name="w")
+            await run_worker(agent, {}, Server(url, "k"), concurrency=1, name="w")
     assert given_back == ["worker_stopped"] * bool(answer.get("lease"))
 
 

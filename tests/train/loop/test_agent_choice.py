@@ -11,7 +11,7 @@ from coded import raises_coded
 from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.train.loop import agent_choice
-from lightning_jax.train.loop.agent_choice import choose_agent, choose_trained_agent
+from lightning_jax.train.loop.agent_choice import choose_agent
 from lightning_jax.types import Task
 
 REFERENCE = f"{toy_agent.__file__}:run"
@@ -74,10 +74,10 @@ def test_default_is_a_worker_for_four_cores_beside_an_accelerator(
 
 
 def test_run_without_an_agent_needs_programs_outside() -> None:
-    assert choose_trained_agent(AgentConfig(external=True), None, []) is None
-    assert callable(choose_trained_agent(AgentConfig(REFERENCE, external=True), None, []))
+    assert choose_agent(AgentConfig(), None, [], is_needed=False) is None
+    assert callable(choose_agent(AgentConfig(REFERENCE), None, [], is_needed=False))
     with raises_coded(ConfigError, "missing", "agent.function"):
-        choose_trained_agent(AgentConfig(), None, [])
+        choose_agent(AgentConfig(), None, [])
 
 
 def test_field_that_no_task_has_is_refused() -> None:

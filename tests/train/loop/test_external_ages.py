@@ -24,7 +24,7 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
 from lightning_jax.train.loop.startup import open_run
-from lightning_jax.train.watch.monitors import findings
+from lightning_jax.train.watch.findings import findings
 from lightning_jax.types import Metrics, Rollout, Span
 
 PER_STEP, NUM_STEPS, NUM_CALLS = 8, 20, 5
@@ -164,7 +164,7 @@ async def _simulate(run_dir: Path, load: float) -> Traffic:
 async def _train(collector: Any, rollouts: list[Rollout], step: int, ages: list[int]) -> Metrics:
     """Return the metrics of the step, and add the ages of its trained calls to `ages`."""
     trajectories, metrics = await read_trajectories(
-        collector.groups._runner.store, rollouts, policy_version=step, reader=collector._reader
+        collector.groups._runner.store, rollouts, policy_version=step, reader=collector.reader
     )
     sequences, of_data = prepare_step(trajectories, ALGORITHM, policy_version=step)
     calls = [call for trajectory in trajectories for call in trajectory.transitions]

@@ -295,5 +295,7 @@ def test_a_plan_has_room_for_all_adapters(models: Path, tmp_path: Path) -> None:
         for plan in (one, three)
     ]
     assert sizes[1] == 3 * sizes[0]
-    for lowered in lower_step(phase_updater(model, config, supervised=False), config):
+    for lowered in lower_step(
+        phase_updater(model, config, supervised=False), config.model.dtype, config.distill
+    ):
         assert "func" in lowered.as_text()

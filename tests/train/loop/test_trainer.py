@@ -55,7 +55,7 @@ from lightning_jax.train.state.replica import Replica
 from lightning_jax.train.watch import metrics
 from lightning_jax.train.watch.curves import describe, plot_curves
 from lightning_jax.train.watch.metrics import read_metrics
-from lightning_jax.train.watch.monitors import FiniteWatch, NotFinite
+from lightning_jax.train.watch.watches import FiniteWatch, NotFinite
 from lightning_jax.types import Task
 
 
@@ -579,27 +579,27 @@ def test_groups_with_equal_returns_are_replaced(model_dir: Path, tmp_path: Path)
 
 def test_steps_without_a_finite_gradient_stop_the_run(tmp_path: Path, model_dir: Path) -> None:
     replica = Replica(toy_config(model_dir, tmp_path), load_model(str(model_dir)))
-    watch = FiniteWatch(replica.scopes, limit=2)
+    watch = FiniteWatch(replica.policies, limit=2)
     good = [sequence([1], [2, 3])]
     bad = [sequence([1], [2, 3], weight=1e36)]  # the squared gradient norm overflows
     for sequences in (bad, good, [], bad):  # not in a row, because of the good step
         row = replica.update(sequences)
-        watch.observe(row, 0)
+        watch.after_update(0, row)
     assert row["train/skipped_updates"] == row["train/num_updates"] == 1
     empty = replica.update([])
     assert empty["train/num_updates"] == 0
-    watch.observe(empty, 0)  # does not count
+    watch.after_update(0, empty)  # does not count
     with raises_coded(NotFinite, "not_finite"):
-        watch.observe(replica.update(bad), 0)
+        watch.after_update(0, replica.update(bad))
     replica.close()
 
 
 def test_samples_of_another_distribution_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    trainer._warn_of_bias(Config(num_steps=1))
+    trainer._warn_of_bias(RolloutConfig())
     assert caplog.messages == []
-    trainer._warn_of_bias(Config(num_steps=1, rollout=RolloutConfig(temperature=0.6)))
+    trainer._warn_of_bias(RolloutConfig(temperature=0.6))
     assert caplog.messages == []  # gradients are taken at that temperature
-    trainer._warn_of_bias(Config(num_steps=1, rollout=RolloutConfig(temperature=0.0, top_k=5)))
+    trainer._warn_of_bias(RolloutConfig(temperature=0.0, top_k=5))
     (record,) = records(caplog, "biased_sampling")
     assert record.settings == ["rollout.temperature", "rollout.top_k"]
 

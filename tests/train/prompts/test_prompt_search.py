@@ -78,14 +78,20 @@ def test_a_prompt_that_is_not_declared_is_one_sentence():
     assert Prompts() == {}
 
 
-def test_searches_come_before_every_nth_policy_step(tmp_path: Path):
-    made = config(tmp_path, every=2)
-    assert [step for step in range(4) if is_due(made, step)] == [0]
-    longer = dataclasses.replace(made, num_steps=5)
-    assert [step for step in range(7) if is_due(longer, step)] == [0, 2, 4]
-    assert is_due(dataclasses.replace(made, num_steps=0), 0)
-    never = dataclasses.replace(made, prompt_search=PromptSearchConfig())
-    assert not is_due(never, 0)
+@pytest.mark.parametrize(
+    ("every", "policy_steps", "expected"),
+    [
+        (2, range(2), [0]),
+        (2, range(5), [0, 2, 4]),
+        (2, range(1, 6), [1, 3, 5]),  # after a warm-up of one step
+        (2, range(1, 1), [1, 3, 5]),  # no policy step: at the end
+        (0, range(5), []),
+    ],
+)
+def test_searches_come_before_every_nth_policy_step(
+    every: int, policy_steps: range, expected: list[int]
+):
+    assert [step for step in range(7) if is_due(step, every, policy_steps)] == expected
 
 
 def test_present_prompts_are_the_last_chosen_up_to_a_step():

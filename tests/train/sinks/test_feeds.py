@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from coded import raises_coded
+from docs_pages import fenced
 from list_sink import ListSink
 from log_events import records
 
@@ -50,8 +51,8 @@ def test_sink_gets_name_settings_rows_and_results(
     sinks = opened()
     (tmp_path / "first").mkdir()
     log = _log(tmp_path / "first")
-    log.write(0, {"a/b": 1.0})
-    log.write(1, {"eval/reward_mean": 0.5, "eval/reward_stderr": 0.1, "eval/num_tasks": 4})
+    log.after_step(0, {"a/b": 1.0})
+    log.after_step(1, {"eval/reward_mean": 0.5, "eval/reward_stderr": 0.1, "eval/num_tasks": 4})
     log.close("failed")
     (sink,) = sinks
     assert (sink.run.name, sink.run.project, sink.run.first_step) == ("first", "lightning_jax", 0)
@@ -66,11 +67,11 @@ def test_new_sink_of_a_resumed_run_gets_the_earlier_rows(
 ) -> None:
     before = MetricsLog(tmp_path / METRICS, 0)
     for step in range(3):
-        before.write(step, {"a/b": 1.0})
+        before.after_step(step, {"a/b": 1.0})
     sinks = opened()
     for first in (2, 3):
         log = _log(tmp_path, first)
-        log.write(first, {"a/b": 1.0})
+        log.after_step(first, {"a/b": 1.0})
         log.close("finished")
     new, known = sinks
     assert [row["step"] for row in new.rows] == [0, 1, 2]
@@ -91,11 +92,11 @@ def test_failing_sink_is_logged_once_and_counted(
     sinks = opened(refuse)
     log = _log(tmp_path)
     for step in range(2):
-        log.write(step, {"a/b": 1.0})
+        log.after_step(step, {"a/b": 1.0})
         assert seen.acquire(timeout=30)
     while log.sinks.counts() != {LOST: 2.0}:
         time.sleep(0.01)
-    log.write(2, {"a/b": 1.0})
+    log.after_step(2, {"a/b": 1.0})
     log.close("finished")
     (record,) = records(caplog, "sink_failed")
     assert record.sink == "wandb" and "ConnectionError" in record.reason
@@ -113,7 +114,7 @@ def test_sink_that_cannot_be_opened_loses_all_rows(
     monkeypatch.setitem(SINKS, "wandb", refuse)
     log = _log(tmp_path)
     for step in range(3):
-        log.write(step, {"a/b": 1.0})
+        log.after_step(step, {"a/b": 1.0})
     log.close("finished")
     (record,) = records(caplog, "sink_failed")
     assert "not logged in" in record.reason
@@ -151,3 +152,60 @@ def test_missing_package_is_told_before_the_start(monkeypatch: pytest.MonkeyPatc
 def test_unknown_sink_is_refused() -> None:
     with raises_coded(ConfigError, "unknown", "metrics.sinks"):
         load_config(Config, ["metrics.sinks=[jsonl,visdom]"])
+
+
+SINK = """
+import json
+
+
+class Mine:
+    def __init__(self, run):
+        self.path = run.directory / "mine.jsonl"
+
+    def write(self, row):
+        if "a/broken" in row:
+            raise ValueError("broken")
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\\n")
+
+    def close(self, results, status):
+        self.path.with_suffix(".end").write_text(status)
+"""
+
+
+def test_a_sink_of_the_reader_gets_rows_and_loses_those_it_raises_for(tmp_path: Path) -> None:
+    (tmp_path / "sink_of_mine.py").write_text(SINK)
+    config = MetricsConfig(sinks=["jsonl", f"{tmp_path}/sink_of_mine.py:Mine"])
+    save_config(Config(run_dir=str(tmp_path), metrics=config), tmp_path / SETTINGS)
+    check_sinks(config.sinks)
+    log = MetricsLog(tmp_path / METRICS, 0, config)
+    log.after_step(0, {"a/b": 1.0})
+    log.after_step(1, {"a/broken": 1.0})
+    until_lost = time.monotonic() + 30
+    while not log.sinks.counts() and time.monotonic() < until_lost:
+        time.sleep(0.01)
+    log.after_step(2, {"a/b": 2.0})
+    log.close("stopped")
+    *_, last = rows = read_metrics(tmp_path / METRICS)
+    assert last["train/sink_rows_lost/sink=sink_of_mine.py:Mine"] == 1.0
+    assert read_metrics(tmp_path / "mine.jsonl") == [rows[0], rows[2]]
+    assert (tmp_path / "mine.end").read_text() == "stopped"
+
+
+def test_a_sink_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sink_of_mine.py").write_text(SINK)
+    for name, reason in (("sink_of_mine.py:Absent", "no_such_function"), ("no.py:A", "not_found")):
+        with raises_coded(ConfigError, reason):
+            check_sinks([f"{tmp_path}/{name}"])
+
+
+def test_the_sink_of_the_page_keeps_evaluations(tmp_path: Path) -> None:
+    (tmp_path / "my_sink.py").write_text(fenced("docs/howto/add_a_metric_sink.md", "python")[0])
+    config = MetricsConfig(sinks=[f"{tmp_path}/my_sink.py:Table"])
+    save_config(Config(run_dir=str(tmp_path), metrics=config), tmp_path / SETTINGS)
+    log = MetricsLog(tmp_path / METRICS, 0, config)
+    log.after_step(0, {"a/b": 1.0})
+    log.after_step(1, {"eval/reward_mean": 0.5, "eval/reward_stderr": 0.1, "eval/num_tasks": 4})
+    log.close("finished")
+    assert (tmp_path / "evaluations.csv").read_text().split() == ["1,0.5"]
+    assert (tmp_path / "results.txt").read_text().startswith("finished\n")

@@ -26,9 +26,9 @@ def main(directory: Path, sink: Any, secret: str) -> None:
     for first, end in ((0, 4), (2, 5)):
         log = MetricsLog(directory / METRICS, first, metrics)
         for step in range(first, end):
-            log.write(step, {"rollout/reward_mean": step / 4, "train/sink/agent=a": 1.0})
+            log.after_step(step, {"rollout/reward_mean": step / 4, "train/sink/agent=a": 1.0})
         if end == 5:
-            log.write(5, EVALUATION)
+            log.after_step(5, EVALUATION)
         log.close("finished" if end == 5 else "stopped")
 
 

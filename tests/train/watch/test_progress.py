@@ -18,16 +18,16 @@ def numbers(line: str) -> list[int]:
 def test_rollouts_and_tokens_of_the_phase_are_counted() -> None:
     num_tokens = 100.0
     progress = Progress(lambda: Work(num_tokens))
-    progress.begin("train 3", 5)
+    progress.begin_phase("train 3", 5)
     for _ in range(2):
-        progress.advance("train 3")
+        progress.rollout_ended("train 3")
     assert progress.line().startswith("train 3: ")
     assert numbers(progress.line()) == [3, 2, 5, 0, 0, 0]
-    progress.begin("eval 3", 1)
+    progress.begin_phase("eval 3", 1)
     assert numbers(progress.line()) == [3, 2, 5, 3, 0, 1, 0, 0, 0]
     for phase in ("train 3", "eval 3", "train 3", "train 3"):
-        progress.advance(phase)
-    progress.begin("update 3")
+        progress.rollout_ended(phase)
+    progress.begin_phase("update 3")
     assert numbers(progress.line()) == [3, 0]
 
 
@@ -36,7 +36,7 @@ def test_prompts_count_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -
     now, counts = [0.0], [Work(100.0, 50.0)]
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
     progress = Progress(lambda: counts[0])
-    progress.begin("eval 0", 4)
+    progress.begin_phase("eval 0", 4)
     now[0], counts[0] = 10.0, Work(120.0, 3050.0)
     assert numbers(progress.line()) == [0, 0, 4, 2, 300, 10]
 
@@ -44,7 +44,7 @@ def test_prompts_count_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -
 def test_a_compilation_is_shown_while_nothing_is_sampled() -> None:
     stats = {"serve/tokens_generated": 0.0, "serve/compiling": 2.0}
     progress = Progress(lambda: count_work(stats))
-    progress.begin("eval 0", 4)
+    progress.begin_phase("eval 0", 4)
     assert numbers(progress.line()) == [0, 0, 4, 0, 0, 2, 0]
     stats["serve/compiling"] = 0.0
     assert numbers(progress.line()) == [0, 0, 4, 0, 0, 0]

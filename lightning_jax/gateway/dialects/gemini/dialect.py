@@ -6,11 +6,11 @@ from typing import Any
 from lightning_jax.gateway.answer import Answer, Delta
 from lightning_jax.gateway.dialects.base import (
     JSON_ARRAY,
+    MIN_LOGPROB,
     SSE,
     Dialect,
     Event,
     Listing,
-    MakeReply,
     Reply,
     Sender,
     model_listings,
@@ -18,10 +18,9 @@ from lightning_jax.gateway.dialects.base import (
     whole_calls,
 )
 from lightning_jax.gateway.dialects.gemini.input import Config, CountBody, GeminiBody
-from lightning_jax.gateway.dialects.openai_fields import MIN_LOGPROB
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError
-from lightning_jax.gateway.fields import Body, read
+from lightning_jax.gateway.fields import Body
 from lightning_jax.gateway.request import NO_THINKING, PolicyRequest
 from lightning_jax.models.tokenizer import Tokenizer
 
@@ -37,18 +36,18 @@ _STATUSES = {
 }
 
 
-def parse(body: Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a generateContent body. Raise ApiError that names the first invalid
+def parse(body: Body, sender: Sender) -> Reply:
+    """Return the reply to a generateContent body. Raise ApiError that names the first invalid
     field.
     """
     request = _request(body, sender)
-    return request, lambda context: GeminiReply(request, context)
+    return GeminiReply(request)
 
 
 def _request(body: Body, sender: Sender) -> PolicyRequest:
-    payload = read(GeminiBody, body)
+    payload = GeminiBody.read(body)
     check_unknown("gemini", payload.model_extra)
-    config = read(Config, payload.generation_config or {})
+    config = Config.read(payload.generation_config or {})
     check_unknown("gemini generationConfig", config.model_extra)
     return to_request(
         "gemini",
@@ -73,30 +72,34 @@ class GeminiReply(Reply):
     """Bodies of generateContent, whole or in pieces. Calls are sent whole, at the end."""
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        candidates = [
-            self._candidate(
-                index,
-                [*([{"text": answer.text}] if answer.text else []), *_call_parts(answer)],
-                answer.completion,
-            )
-            | {"finishReason": _finish_reason(answer)}
-            for index, answer in enumerate(answers)
-        ]
-        return self._response(candidates) | {"usageMetadata": self._usage(answers)}
+        return self._finished(answers, shows_text=True)
 
     def delta(self, delta: Delta) -> Iterable[Event]:
         tokens = delta.chunk if self.request.logprobs else None
         if delta.text or tokens:
             candidate = self._candidate(delta.choice, [{"text": delta.text}], tokens)
-            yield Event(self._response([candidate]))
+            yield self._response([candidate])
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
-        candidates = [
-            self._candidate(index, _call_parts(answer) or [{"text": ""}], None)
-            | {"finishReason": _finish_reason(answer)}
-            for index, answer in enumerate(answers)
-        ]
-        yield Event(self._response(candidates) | {"usageMetadata": self._usage(answers)})
+        yield self._finished(answers, shows_text=False)
+
+    def _finished(self, answers: Sequence[Answer], *, shows_text: bool) -> dict[str, Any]:
+        """Return the answers, without their texts and tokens if these were streamed."""
+        candidates = []
+        for index, answer in enumerate(answers):
+            texts = [{"text": answer.text}] if shows_text and answer.text else []
+            calls = [
+                {"functionCall": {"id": call.call_id, "name": call.name, "args": arguments}}
+                for call, arguments in whole_calls(answer)
+            ]
+            tokens = answer.completion if shows_text else None
+            reason = "MAX_TOKENS" if answer.finish_reason == "length" else "STOP"
+            candidate = self._candidate(index, [*texts, *calls], tokens)
+            candidates.append(candidate | {"finishReason": reason})
+        prompt, sampled = self.num_tokens(answers)
+        usage = {"promptTokenCount": prompt, "candidatesTokenCount": sampled}
+        usage["totalTokenCount"] = prompt + sampled
+        return self._response(candidates) | {"usageMetadata": usage}
 
     def _candidate(self, index: int, parts: list[dict[str, Any]], tokens: Any) -> dict[str, Any]:
         content = {"parts": parts or [{"text": ""}], "role": "model"}
@@ -111,25 +114,6 @@ class GeminiReply(Reply):
             "modelVersion": self.request.model,
             "responseId": self.context.token,
         }
-
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
-        prompt, sampled = self.num_tokens(answers)
-        return {
-            "promptTokenCount": prompt,
-            "candidatesTokenCount": sampled,
-            "totalTokenCount": prompt + sampled,
-        }
-
-
-def _finish_reason(answer: Answer) -> str:
-    return "MAX_TOKENS" if answer.finish_reason == "length" else "STOP"
-
-
-def _call_parts(answer: Answer) -> list[dict[str, Any]]:
-    return [
-        {"functionCall": {"id": call.call_id, "name": call.name, "args": arguments}}
-        for call, arguments in whole_calls(answer)
-    ]
 
 
 def _logprobs(tokens: Any, tokenizer: Tokenizer, top: int) -> dict[str, Any]:
@@ -147,7 +131,7 @@ def _logprobs(tokens: Any, tokenizer: Tokenizer, top: int) -> dict[str, Any]:
 
 
 def _count_tokens(body: Body, sender: Sender) -> Any:
-    inner = read(CountBody, body).generate_content_request
+    inner = CountBody.read(body).generate_content_request
     return {"totalTokens": sender.count_tokens(_request(inner or body, sender))}
 
 
@@ -185,7 +169,6 @@ GEMINI = Dialect(
         *model_listings("/v1/models", _model_entry, _models, "x-goog-api-key"),
     ),
     error=_error,
-    error_event=lambda error: Event(_error(error)),
     names={
         "max_tokens": "maxOutputTokens",
         "top_p": "topP",

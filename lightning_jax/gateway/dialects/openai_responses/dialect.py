@@ -5,23 +5,25 @@ one request only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.types import Completion
 from lightning_jax.errors import brief
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, CallDelta, Delta
 from lightning_jax.gateway.dialects.base import (
+    NAMED_SSE,
     Dialect,
     Event,
-    Framing,
-    MakeReply,
+    Listing,
     Reply,
     Sender,
-    sse,
     to_request,
 )
 from lightning_jax.gateway.dialects.openai_fields import (
@@ -29,33 +31,19 @@ from lightning_jax.gateway.dialects.openai_fields import (
     Format,
     FunctionFields,
     OpenAIFields,
-    TokenEntries,
+    ToolChoiceField,
     template_kwargs,
 )
 from lightning_jax.gateway.dialects.openai_responses.input import input_messages
 from lightning_jax.gateway.dialects.openai_responses.output import Output
-from lightning_jax.gateway.dialects.openai_responses.saved import LISTINGS, LOGPROBS, saved_response
+from lightning_jax.gateway.dialects.saved_responses import SavedResponse
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.request import MAX_TOOLS, PolicyRequest, ToolChoice
+from lightning_jax.gateway.request import MAX_TOOLS, PolicyRequest
 from lightning_jax.types import Message
 
+LOGPROBS: Final = "message.output_text.logprobs"
 _IGNORED = {"max_tool_calls", "stream_options", "prompt_cache_options", *IGNORED}
-
-
-def _tool_choice(choice: Any) -> ToolChoice | None:
-    match choice:
-        case None:
-            return None
-        case "auto" | "none" | "required":
-            return ToolChoice(choice)
-        case {"type": "function", "name": str(name)}:
-            return ToolChoice("required", (name,))
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*tools]}:
-            names = [tool.get("name") if isinstance(tool, dict) else None for tool in tools]
-            if all(isinstance(name, str) for name in names):
-                return ToolChoice(mode, tuple(map(str, names)))
-    raise PydanticCustomError("unknown", "expected auto, none, required or named functions")
 
 
 def _metadata(value: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +79,7 @@ class ResponsesBody(OpenAIFields, extra="allow"):
     store: bool | None = None
     text: TextOptions | None = None
     tools: Annotated[fields.Listed[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[ToolChoice | None, PlainValidator(_tool_choice)] = None
+    tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
     top_logprobs: fields.TopLogprobs | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -102,9 +90,9 @@ class ResponsesBody(OpenAIFields, extra="allow"):
     prompt: Annotated[Any, fields.harmless()] = None
 
 
-def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
-    """Return the request in a responses body. Raise ApiError that names the first invalid field."""
-    payload = fields.read(ResponsesBody, body)
+def parse(body: fields.Body, sender: Sender) -> Reply:
+    """Return the reply to a responses body. Raise ApiError that names the first invalid field."""
+    payload = ResponsesBody.read(body)
     check_unknown("responses", payload.model_extra, _IGNORED)
     previous = _previous(payload.previous_response_id, sender)
     conversation = (*previous, *input_messages(payload.input))
@@ -126,11 +114,20 @@ def parse(body: fields.Body, sender: Sender) -> tuple[PolicyRequest, MakeReply]:
     settings = _settings(payload, request, body.get("tool_choice"))
 
     def save(response: Mapping[str, Any], answer: Message) -> None:
-        if payload.store is not False:
-            kept = saved_response(response, (*conversation, answer))
-            sender.conversations.save(response["id"], kept)
+        if payload.store is False:
+            return
+        # Log-probabilities and token ids take the most memory.
+        kept = {key: value for key, value in response.items() if not key.endswith("token_ids")}
+        kept["output"] = [
+            {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
+            if "content" in item
+            else item
+            for item in response["output"]
+        ]
+        saved = SavedResponse(kept, (*conversation, answer))
+        sender.conversations.save(response["id"], saved)
 
-    return request, lambda context: ResponsesReply(request, context, settings, save)
+    return ResponsesReply(request, settings, save)
 
 
 def _settings(payload: ResponsesBody, request: PolicyRequest, tool_choice: Any) -> dict[str, Any]:
@@ -190,12 +187,10 @@ class ResponsesReply(Reply):
 
     settings: Mapping[str, Any]
     save: Callable[[Mapping[str, Any], Message], None]
-    _output: Output = field(init=False)
-    _writer: TokenEntries = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._output = Output(self.context.token)
-        self._writer = TokenEntries(self.context.tokenizer, self.request.top_logprobs)
+    @cached_property
+    def _output(self) -> Output:
+        return Output(self.context.token)
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         for _ in self._whole(answers[0]):
@@ -204,22 +199,21 @@ class ResponsesReply(Reply):
 
     def opening(self) -> Iterable[Event]:
         for kind in ("response.created", "response.in_progress"):
-            yield Event({"type": kind, "response": self._response("in_progress")}, kind)
+            yield {"type": kind, "response": self._response("in_progress")}
 
     def delta(self, delta: Delta) -> Iterable[Event]:
-        yield from self._output.add_text(delta.text, self._entries(delta.chunk))
+        yield from self._output.add_text(delta.text, self._logprobs(delta.chunk))
         for call in delta.calls:
             yield from self._output.add_call(call)
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         yield from self._output.finish(_status(answers[0]))
         response = self._finished(answers)
-        kind = f"response.{response['status']}"
-        yield Event({"type": kind, "response": response}, kind)
+        yield {"type": f"response.{response['status']}", "response": response}
 
     def _whole(self, answer: Answer) -> Iterable[Event]:
         """Yield the events of an answer that arrives as a whole."""
-        yield from self._output.add_text(answer.text, self._entries(answer.completion))
+        yield from self._output.add_text(answer.text, self._logprobs(answer.completion))
         for index, call in enumerate(answer.tool_calls):
             delta = CallDelta(index, call.call_id, call.name, call.arguments)
             yield from self._output.add_call(delta)
@@ -252,9 +246,8 @@ class ResponsesReply(Reply):
             "usage": None,
         }
 
-    def _entries(self, tokens: Any) -> list[dict[str, Any]]:
-        """Return log-probability entries of the next tokens."""
-        return self._writer.write(tokens) if self.request.logprobs and tokens else []
+    def _logprobs(self, tokens: Completion | Chunk | None) -> list[dict[str, Any]]:
+        return self.entries(0, tokens) if self.request.logprobs and tokens else []
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
         prompt, sampled = self.num_tokens(answers)
@@ -271,19 +264,60 @@ def _status(answer: Answer) -> str:
     return "incomplete" if answer.finish_reason == "length" else "completed"
 
 
+def _retrieve(body: fields.Body, sender: Sender) -> Any:
+    response = _find(sender)
+    if sender.query.get("stream", "false") != "false":
+        raise invalid(
+            "stream is not supported for a saved response; leave it out.",
+            "stream",
+            reason="unsupported",
+        )
+    includes = [value for name, value in sender.query.items() if name in ("include", "include[]")]
+    if LOGPROBS in includes:
+        raise invalid(
+            f"include has {LOGPROBS}, which are not saved; read them from the original response.",
+            "include",
+            reason="unsupported",
+        )
+    return response.body
+
+
+def _delete(body: fields.Body, sender: Sender) -> Any:
+    _find(sender)
+    sender.conversations.forget(sender.path["response_id"])
+    return {"id": sender.path["response_id"], "object": "response", "deleted": True}
+
+
+def _find(sender: Sender) -> SavedResponse:
+    response_id = sender.path["response_id"]
+    response = sender.conversations.get(response_id)
+    if response is None:
+        raise ApiError(
+            404,
+            "response_not_found",
+            f"response_id is {brief(response_id)}, which is not stored; pass the id of a response "
+            "from this rollout made with store on.",
+            param="response_id",
+        )
+    return response
+
+
 def _error_event(error: ApiError) -> Event:
     """Return an event with an `error` object, for OpenAI's clients, and the same fields on top."""
     inner = error.body["error"]
     flat = {key: inner[key] for key in ("code", "message", "param")}
-    return Event({"type": "error", **flat, "error": inner}, "error")
+    return {"type": "error", **flat, "error": inner}
 
 
 RESPONSES = Dialect(
     name="responses",
     paths=("/v1/responses",),
     parse=parse,
-    framing=Framing("text/event-stream", sse, numbered=True),
-    listings=LISTINGS,
+    framing=replace(NAMED_SSE, numbered=True),
+    listings=(
+        Listing("GET", "/v1/responses/{response_id}", _retrieve),
+        Listing("DELETE", "/v1/responses/{response_id}", _delete),
+    ),
     error_event=_error_event,
     names={
         "messages": "input",

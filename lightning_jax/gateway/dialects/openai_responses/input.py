@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field
 
-from lightning_jax.gateway.fields import Fields, Listed, read
+from lightning_jax.gateway.answer import function_call
+from lightning_jax.gateway.dialects.base import extend_turn, text_blocks
+from lightning_jax.gateway.fields import Fields, Listed
 from lightning_jax.types import Message
 
 _ITEM_ID = re.compile(r"(?:msg|fc)_([0-9a-f]+)_\d+")
@@ -36,7 +38,7 @@ class Refusal(Fields):
 
 Texts = Annotated[
     Listed[Annotated[Text | Refusal, Discriminator("type")]],
-    BeforeValidator(lambda v: [{"type": "text", "text": v}] if isinstance(v, str) else v),
+    BeforeValidator(text_blocks),
 ]
 
 
@@ -58,8 +60,7 @@ class CallItem(Fields):
     arguments: str
 
     def message(self) -> Message:
-        function = {"name": self.name, "arguments": self.arguments}
-        call = {"id": self.call_id, "type": "function", "function": function}
+        call = function_call(self.call_id, self.name, self.arguments)
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -104,7 +105,7 @@ def input_messages(value: Any) -> tuple[Message, ...]:
     one.
     """
     conversation = _Conversation()
-    for item in read(InputFields, {"input": value}).input:
+    for item in InputFields.read({"input": value}).input:
         match item:
             case ReasoningItem():
                 conversation.thought += "".join(part.text for part in item.content or ())
@@ -125,20 +126,14 @@ class _Conversation:
 
     def add_generated(self, message: Message, generated_id: Any) -> None:
         """Add part of an assistant's turn: text, or one call."""
-        if self.thought:
-            message["reasoning_content"], self.thought = self.thought, ""
         match = _ITEM_ID.fullmatch(generated_id) if isinstance(generated_id, str) else None
         response = match and match[1]
         whole = self._by_response.get(response or "") or self._neighbour(message, response)
         if whole is None:
-            self.messages.append(message)
-            whole = message
-        else:
-            whole["content"] += message["content"]
-            if thought := message.get("reasoning_content"):
-                whole["reasoning_content"] = whole.get("reasoning_content", "") + thought
-            if calls := message.get("tool_calls"):
-                whole["tool_calls"] = [*whole.get("tool_calls", ()), *calls]
+            whole = {"role": "assistant", "content": ""}
+            self.messages.append(whole)
+        extend_turn(whole, message["content"], message.get("tool_calls", ()), self.thought)
+        self.thought = ""
         if response:
             self._by_response[response] = whole
 

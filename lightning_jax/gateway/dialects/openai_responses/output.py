@@ -101,7 +101,7 @@ class Output:
         index = len(self.items)
         self._open = _Item(index, item_id("fc" if call else "msg", self._token, index), call)
         item = self._open.shown("in_progress")
-        yield _event("response.output_item.added", output_index=index, item=item)
+        yield {"type": "response.output_item.added", "output_index": index, "item": item}
         if not call:
             part = self._open.part()
             yield _of(self._open, "response.content_part.added", content_index=0, part=part)
@@ -137,17 +137,13 @@ class Output:
                 logprobs=_brief(item.entries),
             )
             yield _of(item, "response.content_part.done", content_index=0, part=item.part())
-        self.items.append(item.shown(status))
-        self._open = None
-        yield _event("response.output_item.done", output_index=item.index, item=item.shown(status))
-
-
-def _event(kind: str, **fields: Any) -> Event:
-    return Event({"type": kind, **fields}, kind)
+        whole, self._open = item.shown(status), None
+        self.items.append(whole)
+        yield {"type": "response.output_item.done", "output_index": item.index, "item": whole}
 
 
 def _of(item: _Item, kind: str, **fields: Any) -> Event:
-    return _event(kind, item_id=item.item_id, output_index=item.index, **fields)
+    return {"type": kind, "item_id": item.item_id, "output_index": item.index, **fields}
 
 
 def _brief(entries: Entries) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import pytest
 from log_events import records
 
 from lightning_jax.rollouts.config import RewardConfig
-from lightning_jax.train.watch.gaming import WINDOW, GamingWatch, change
+from lightning_jax.train.watch.watches import WINDOW, GamingWatch, change
 from lightning_jax.types import Rollout
 
 REWARDS = {"proxy": RewardConfig(function="f.py:f"), "held": RewardConfig(0.0, function="f.py:g")}
@@ -27,7 +27,8 @@ ROLLOUTS = [
 
 def _observe(watch: GamingWatch, pairs: list[tuple[float, float]]) -> None:
     for step, (reward, held) in enumerate(pairs):
-        watch.observe({"rollout/reward_mean": reward, "reward/held_mean": held}, ROLLOUTS, step)
+        metrics = {"rollout/reward_mean": reward, "reward/held_mean": held}
+        watch.after_rollouts(step, ROLLOUTS, metrics)
 
 
 def test_change_is_in_standard_errors_of_the_two_means() -> None:

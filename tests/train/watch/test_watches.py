@@ -8,14 +8,14 @@ from log_events import records
 
 from lightning_jax.models.policies import Policy
 from lightning_jax.rl.config import BatchConfig
-from lightning_jax.train.watch.monitors import (
+from lightning_jax.train.watch.findings import findings
+from lightning_jax.train.watch.report import summary
+from lightning_jax.train.watch.watches import (
     DropWatch,
     FiniteWatch,
     LearningWatch,
     NotFinite,
     PackingWatch,
-    findings,
-    summary,
 )
 
 
@@ -30,12 +30,12 @@ def step(**skipped: float) -> dict[str, float]:
 
 def test_one_policy_that_never_learns_stops_the_run_though_the_other_does() -> None:
     watch = FiniteWatch((Policy("a"), Policy("b", 1)), 2)
-    watch.observe(step(a=0.0, b=1.0), 0)
-    watch.observe(step(a=1.0, b=0.0), 1)
-    watch.observe(step(a=0.0), 2)  # b has no update
-    watch.observe(step(a=0.0, b=1.0), 3)
+    watch.after_update(0, step(a=0.0, b=1.0))
+    watch.after_update(1, step(a=1.0, b=0.0))
+    watch.after_update(2, step(a=0.0))  # b has no update
+    watch.after_update(3, step(a=0.0, b=1.0))
     with raises_coded(NotFinite, "not_finite", "b"):
-        watch.observe(step(a=0.0, b=1.0), 4)
+        watch.after_update(4, step(a=0.0, b=1.0))
 
 
 def test_rows_that_are_full_of_targets_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -52,7 +52,7 @@ def test_rows_that_are_full_of_targets_are_told_of_once(caplog: pytest.LogCaptur
         ]
     ):
         row = {"train/num_rows": rows, "train/tokens_forest": nodes, "train/targets_share": full}
-        watch.observe(row, step)
+        watch.after_update(step, row)
     (record,) = records(caplog, "rows_full_of_targets")
     assert (record.step, record.rows, record.needed) == (3, 16, 9)
     assert len(caplog.records) == 1
@@ -62,8 +62,8 @@ def test_sequences_that_no_row_holds_are_told_of_once(caplog: pytest.LogCaptureF
     caplog.set_level(logging.WARNING, "lightning_jax")
     watch = DropWatch(BatchConfig(row_len=512, max_targets=256))
     for step, (long, many) in enumerate([(0.0, 0.0), (2.0, 0.0), (3.0, 1.0)]):
-        watch.observe(
-            {"train/dropped_too_long": long, "train/dropped_too_many_targets": many}, step
+        watch.after_update(
+            step, {"train/dropped_too_long": long, "train/dropped_too_many_targets": many}
         )
     found = [(r.step, r.reason, r.count) for r in records(caplog, "sequences_dropped")]
     assert found == [(1, "too_long", 2), (2, "too_many_targets", 1)]
@@ -134,6 +134,6 @@ def test_what_keeps_a_step_from_learning_is_warned_of_once(
     caplog.set_level(logging.WARNING, "lightning_jax")
     watch = LearningWatch()
     for step, row in enumerate([LEARNS, LEARNS | changed, LEARNS | changed]):
-        watch.observe(row, step)
+        watch.after_step(step, row)
     (record,) = records(caplog, "little_learned")
     assert (record.step, record.finding.kind, record.finding.share) == (1, kind, share)

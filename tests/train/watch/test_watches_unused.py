@@ -14,9 +14,9 @@ from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RewardRule, RoleConfig
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.trajectories import TraceReader
-from lightning_jax.train.watch.monitors import unused_names
+from lightning_jax.train.watch.findings import unused_names
 from lightning_jax.train.watch.report import learning_table
-from lightning_jax.train.watch.unused import UnusedWatch
+from lightning_jax.train.watch.watches import UnusedWatch
 from lightning_jax.types import Rollout, Span
 
 READER = TraceReader(
@@ -60,7 +60,7 @@ def test_each_name_is_reported_once(store: Store, caplog: pytest.LogCaptureFixtu
     assert unused_names([metrics]) == unused
     watch = UnusedWatch(READER, store)
     for step in range(2):
-        watch.observe(metrics, rollouts, step)
+        watch.after_rollouts(step, rollouts, metrics)
     texts = {record.unused: record.getMessage() for record in records(caplog, "unused_name")}
     assert len(texts) == len(records(caplog, "unused_name")) == 5
     for name in ("judge", "two"):

@@ -12,7 +12,8 @@ from lightning_jax.models.config import MeshConfig, ModelConfig
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.testing.records import sequence
 from lightning_jax.train.config import Config
-from lightning_jax.train.loop.compile_ahead import CompileAhead
+from lightning_jax.train.hook import UpdateInput
+from lightning_jax.train.loop.hooks import CompileAhead
 from lightning_jax.train.loop.startup import load_trainable
 from lightning_jax.train.state.replica import Replica
 
@@ -36,13 +37,13 @@ def test_the_first_update_compiles_nothing_again(
         mesh=MeshConfig(fsdp=1),
     )
     replica = Replica(config, load_trainable(config))
-    CompileAhead(replica, 0).start()  # no update is left
+    CompileAhead(replica, 0).rollout_ended(None)  # no update is left
     ahead = CompileAhead(replica, 1)
-    ahead.wait()
+    ahead.before_update(0, UpdateInput([]))
     assert not _num_compiled(caplog)
     for _ in range(2):
-        ahead.start()
-    ahead.wait()
+        ahead.rollout_ended(None)
+    ahead.before_update(0, UpdateInput([]))
     assert _num_compiled(caplog) == 2
     assert replica.update([sequence([1, 2], [3, 4])])["train/num_updates"] == 1
     assert _num_compiled(caplog) == 2

@@ -14,7 +14,7 @@ from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.train.config import Config, EvalConfig
 from lightning_jax.train.loop import trainer
-from lightning_jax.train.tasks.baselines import baseline_metrics
+from lightning_jax.train.tasks.pipelines import baseline_metrics
 from lightning_jax.train.watch.curves import describe
 
 AGENTS = Path(__file__).parents[3] / "agents"
