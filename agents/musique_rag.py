@@ -227,13 +227,13 @@ def _conversation(task: Task) -> list[Message]:
         function = {"name": search.name, "arguments": json.dumps({"query": query})}
         call = {"id": f"call_{number}", "type": "function", "function": function}
         gold = task["decomposition"][number]["paragraph"]
-        found = _find(task["search_url"], query, seen)
-        if gold["pid"] not in seen | _pids(found):
-            found = [*found[:-1], gold]
-        seen |= _pids(found)
+        results = _find(task["search_url"], query, seen)
+        if gold["pid"] not in seen | _pids(results):
+            results = [*results[:-1], gold]
+        seen |= _pids(results)
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call["id"], "content": show(found)},
+            {"role": "tool", "tool_call_id": call["id"], "content": show(results)},
         ]
     return [*messages, {"role": "assistant", "content": f"<answer>{task['answer']}</answer>"}]
 

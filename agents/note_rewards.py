@@ -33,8 +33,8 @@ def similarity(task: dict[str, Any], attempt: Any) -> float:
 def follows(task: dict[str, Any], attempt: Any) -> float:
     """Return the share of topic and required words that the note has."""
     words = set(_words(attempt.response))
-    wanted = [*task["words"], task["topic"].split()[-1]]
-    return sum(word in words for word in wanted) / len(wanted)
+    required = [*task["words"], task["topic"].split()[-1]]
+    return sum(word in words for word in required) / len(required)
 
 
 def complete(task: dict[str, Any], attempt: Any) -> float:

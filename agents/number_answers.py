@@ -54,13 +54,13 @@ def score(gold: str, reply: str) -> dict[str, float]:
     and separators, which the published evaluation expects no model to write. Raises ValueError if
     the gold result has no number.
     """
-    right, found = _NUMBER.search(_SEPARATOR.sub("", gold)), last_number(reply)
+    right, answer = _NUMBER.search(_SEPARATOR.sub("", gold)), last_number(reply)
     if right is None:
         raise ValueError(f"the task's result is {gold!r}; expected a number.")
-    if found is None:
+    if answer is None:
         return {"reward": 0.0, "result_accuracy": 0.0}
-    earned = any(_is_right(right, found, *values) for values in _readings(right, found))
-    published = next((_is_close(*values) for values in _readings(right, found)), False)
+    earned = any(_is_right(right, answer, *values) for values in _readings(right, answer))
+    published = next((_is_close(*values) for values in _readings(right, answer)), False)
     return {"reward": float(earned), "result_accuracy": float(published)}
 
 
@@ -73,17 +73,17 @@ def baselines(tasks: Sequence[dict[str, Any]]) -> dict[str, float]:
     common = Counter(str(task["result"]) for task in tasks).most_common(5)
     numbers = [_numbers(task["question"]) for task in tasks]
     rules: dict[str, Callable[[list[Fraction]], Fraction]] = {
-        "first_difference": lambda found: abs(found[0] - found[1]),
-        "last_difference": lambda found: abs(found[-1] - found[-2]),
-        "sum": lambda found: sum(found, start=Fraction(0)),
+        "first_difference": lambda x: abs(x[0] - x[1]),
+        "last_difference": lambda x: abs(x[-1] - x[-2]),
+        "sum": lambda x: sum(x, start=Fraction(0)),
     }
     replies = {
-        name: [str(rule(found)) if len(found) > 1 else "" for found in numbers]
+        name: [str(rule(values)) if len(values) > 1 else "" for values in numbers]
         for name, rule in rules.items()
     }
     constant = max((_mean_reward(tasks, [text] * len(tasks)) for text, _ in common), default=0.0)
     return {"constant": constant} | {
-        name: _mean_reward(tasks, found) for name, found in replies.items()
+        name: _mean_reward(tasks, texts) for name, texts in replies.items()
     }
 
 
@@ -108,7 +108,7 @@ def plain(text: str) -> str:
     for pattern, replacement in _PLAIN:
         text = pattern.sub(replacement, text)
     return _VULGAR.sub(
-        lambda found: " " + unicodedata.normalize("NFKC", found[1]).translate(_TYPED), text
+        lambda match: " " + unicodedata.normalize("NFKC", match[1]).translate(_TYPED), text
     )
 
 
@@ -131,15 +131,15 @@ def last_number(reply: str) -> re.Match[str] | None:
     return _NUMBER.search(sentence.rpartition("=")[2]) or _NUMBER.search(rest)
 
 
-def _readings(gold: re.Match[str], found: re.Match[str]) -> Iterator[tuple[Fraction, Fraction]]:
+def _readings(gold: re.Match[str], answer: re.Match[str]) -> Iterator[tuple[Fraction, Fraction]]:
     """Yield (gold value, found value) as written, then with 25% as 0.25 if one is in percent."""
-    right, value = value_of(gold), value_of(found)
+    right, value = value_of(gold), value_of(answer)
     if right is None or value is None:
         return
     yield right, value
-    if found["percent"] and not gold["percent"]:
+    if answer["percent"] and not gold["percent"]:
         yield right, value / 100
-    if gold["percent"] and not found["percent"]:
+    if gold["percent"] and not answer["percent"]:
         yield right / 100, value
 
 
@@ -150,12 +150,12 @@ def _is_close(right: Fraction, value: Fraction) -> bool:
         return False
 
 
-def _is_right(gold: re.Match[str], found: re.Match[str], right: Fraction, value: Fraction) -> bool:
+def _is_right(gold: re.Match[str], answer: re.Match[str], right: Fraction, value: Fraction) -> bool:
     """Return True if the values are close and, if the right one is an integer, round to it."""
     difference = abs(right - value)
     if right.denominator == 1:
         return _is_close(right, value) and difference < Fraction(1, 2)
-    decimals = min(_decimals(gold), _decimals(found))
+    decimals = min(_decimals(gold), _decimals(answer))
     rounded = decimals >= _ROUNDED and difference <= Fraction(1, 2 * 10**decimals)
     return rounded or _is_close(right, value)
 

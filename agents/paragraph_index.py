@@ -61,8 +61,8 @@ class ParagraphIndex:
         BM25 returns only paragraphs that share a word with the query.
         """
         enough = min(count + len(without), len(self))
-        found = map(self.paragraph, self._scorer.best(query[:MAX_QUERY_CHARS], enough))
-        return [paragraph for paragraph in found if paragraph["pid"] not in without][:count]
+        paragraphs = map(self.paragraph, self._scorer.best(query[:MAX_QUERY_CHARS], enough))
+        return [paragraph for paragraph in paragraphs if paragraph["pid"] not in without][:count]
 
     def paragraph(self, index: int) -> Paragraph:
         return json.loads(self._lines[self._starts[index] : self._starts[index + 1]])
@@ -77,17 +77,17 @@ def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> Para
         raise SearchError(
             f"retriever is {retriever!r}; expected {' or '.join(RETRIEVERS)}.", reason="unknown"
         )
-    wanted = {
+    meta_of_index = {
         "format": FORMAT,
         "corpus": corpus_digest(corpus),
         "retriever": retriever,
         "encoder": encoder if retriever == "dense" else None,
     }
     if not folder.exists():
-        _make(folder, read_corpus(corpus), wanted)
+        _make(folder, read_corpus(corpus), meta_of_index)
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        different = [key for key in wanted if meta.get(key) != wanted[key]]
+        different = [key for key in meta_of_index if meta.get(key) != meta_of_index[key]]
     except (OSError, ValueError, AttributeError) as error:
         raise SearchError(
             f"index {folder} is not readable ({error}); delete it to rebuild it.",
@@ -96,7 +96,7 @@ def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> Para
     if different:
         key = different[0]
         raise SearchError(
-            f"index {folder} was made for {key} {meta.get(key)}; expected {wanted[key]} "
+            f"index {folder} was made for {key} {meta.get(key)}; expected {meta_of_index[key]} "
             f"(corpus {corpus}). Name another folder, or delete this one.",
             reason="mismatch",
             key=key,

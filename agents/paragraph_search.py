@@ -44,9 +44,9 @@ def make_app(index: ParagraphIndex, top_k: int, max_chars: int) -> web.Applicati
                 f'at most {MAX_WITHOUT} pids in "without".'
             )
             return web.json_response({"error": expected}, status=400)
-        found = await asyncio.to_thread(index.search, query, top_k, frozenset(without))
-        shown = [paragraph | {"text": clip(paragraph["text"], max_chars)} for paragraph in found]
-        return web.json_response({"paragraphs": shown})
+        paragraphs = await asyncio.to_thread(index.search, query, top_k, frozenset(without))
+        clipped = [entry | {"text": clip(entry["text"], max_chars)} for entry in paragraphs]
+        return web.json_response({"paragraphs": clipped})
 
     async def health(_: web.Request) -> web.Response:
         return web.json_response(index.meta | {"num_paragraphs": len(index)})

@@ -113,8 +113,8 @@ def preview(result: Result) -> str:
 
 def is_wrong(verdict: str) -> bool:
     """Return True if the checker objects. A reply with neither word counts as no objection."""
-    found = re.search(r"\b(wrong|incorrect|not correct|correct)\b", verdict, re.I)
-    return found is not None and found[1].lower() != "correct"
+    match = re.search(r"\b(wrong|incorrect|not correct|correct)\b", verdict, re.I)
+    return match is not None and match[1].lower() != "correct"
 
 
 def _user(*lines: str) -> Message:

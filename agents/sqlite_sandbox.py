@@ -264,7 +264,7 @@ _TOKEN = re.compile(
 
 def remove_distinct(sql: str) -> str:
     """Return the query without the word DISTINCT, which stays in strings, names and comments."""
-    return _TOKEN.sub(lambda found: "" if found[0].lower() == "distinct" else found[0], sql)
+    return _TOKEN.sub(lambda match: "" if match[0].lower() == "distinct" else match[0], sql)
 
 
 def orders_result(sql: str) -> bool:
@@ -294,21 +294,21 @@ def _same_reordered(gold: list[tuple], got: list[tuple], *, ordered: bool) -> bo
     Columns are assigned one by one, and the rows of those assigned must agree. After
     MAX_COLUMN_CHECKS comparisons the results count as different.
     """
-    wanted, found = list(zip(*gold, strict=True)), list(zip(*got, strict=True))
+    gold_columns, got_columns = list(zip(*gold, strict=True)), list(zip(*got, strict=True))
     checks = itertools.count(1)
 
     def agrees(columns: Sequence[int]) -> bool:
         if next(checks) > MAX_COLUMN_CHECKS:
             return False
-        ours = list(zip(*wanted[: len(columns)], strict=True))
-        theirs = list(zip(*(found[column] for column in columns), strict=True))
+        ours = list(zip(*gold_columns[: len(columns)], strict=True))
+        theirs = list(zip(*(got_columns[column] for column in columns), strict=True))
         return _same_rows(ours, theirs, ordered=ordered)
 
     def assign(columns: tuple[int, ...]) -> bool:
-        if len(columns) == len(wanted):
+        if len(columns) == len(gold_columns):
             return True
         tried: set[tuple] = set()  # equal columns are interchangeable
-        for column, cells in enumerate(found):
+        for column, cells in enumerate(got_columns):
             if column in columns or cells in tried:
                 continue
             tried.add(cells)
@@ -316,7 +316,7 @@ def _same_reordered(gold: list[tuple], got: list[tuple], *, ordered: bool) -> bo
                 return True
         return False
 
-    return len(wanted) > 1 and assign(())
+    return len(gold_columns) > 1 and assign(())
 
 
 def _same_cell(a: Any, b: Any) -> bool:

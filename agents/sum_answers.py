@@ -27,8 +27,8 @@ def first_messages(question: str, system: str = SYSTEM) -> list[dict[str, Any]]:
 
 def answer_of(reply: str) -> int | None:
     """Return the number of the reply's last line `Answer: NUMBER`, or None if there is none."""
-    found = _ANSWER.findall(reply)
-    return int(found[-1]) if found and len(found[-1]) < 20 else None
+    numbers = _ANSWER.findall(reply)
+    return int(numbers[-1]) if numbers and len(numbers[-1]) < 20 else None
 
 
 def reward(task: dict[str, Any], output: str) -> float:

@@ -68,10 +68,10 @@ class Report:
         self._part, self._path, self._out = part, path, out
         self._out.mkdir(parents=True, exist_ok=True)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        found = json.loads(path.read_text()) if path.exists() else {}
-        self.machine: dict[str, str] = found.get("machine", {})
-        self.figures: dict[str, dict[str, dict[str, Any]]] = found.get("figures", {})
-        self.outcomes: dict[str, dict[str, Any]] = found.get("outcomes", {})
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        self.machine: dict[str, str] = stored.get("machine", {})
+        self.figures: dict[str, dict[str, dict[str, Any]]] = stored.get("figures", {})
+        self.outcomes: dict[str, dict[str, Any]] = stored.get("outcomes", {})
 
     def add(self, case: str, figure: Figure) -> None:
         """Keep a figure, in place of an earlier one of the same name."""
@@ -217,8 +217,8 @@ def _is_installed(name: str) -> bool:
 def describe_machine() -> dict[str, str]:
     """Return the device, versions and date. JAX runs in a process of its own, to hold no memory."""
     program = "import jax; d = jax.devices(); print(d[0].device_kind, 'x', len(d))"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    device = found.stdout.strip().splitlines()[-1] if found.stdout.strip() else "no device"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    device = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no device"
     versions = {}
     for name in ("jax", "jaxlib", "flax"):
         with contextlib.suppress(PackageNotFoundError):

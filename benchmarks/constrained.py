@@ -56,10 +56,10 @@ async def measure(loop: EngineLoop, num_plain: int, tokens: int, constrained: bo
 
 async def run(loop: EngineLoop, slots: int, tokens: int, rounds: int) -> None:
     await loop.prepare(grammar(json_schema(SCHEMA)))
-    found: dict[bool, list[list[float]]] = {False: [], True: []}
+    times: dict[bool, list[list[float]]] = {False: [], True: []}
     for constrained in (False, True) * (rounds + 1):  # the first round is a warm-up
-        found[constrained].append(await measure(loop, slots - 1, tokens, constrained))
-    for constrained, rows in found.items():
+        times[constrained].append(await measure(loop, slots - 1, tokens, constrained))
+    for constrained, rows in times.items():
         steps, others = zip(*rows[1:], strict=True)
         print(
             json.dumps(

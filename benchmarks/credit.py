@@ -93,8 +93,8 @@ def sample(
         return count + is_right(question, answer), (prompt, answer, chosen)
 
     turns = jnp.arange(calls), questions.T, jax.random.split(key, calls)
-    _, made = jax.lax.scan(call, jnp.zeros(num, jnp.int32), turns)
-    return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), made)
+    _, calls_made = jax.lax.scan(call, jnp.zeros(num, jnp.int32), turns)
+    return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), calls_made)
 
 
 def is_right(question: Any, answer: Any) -> Any:

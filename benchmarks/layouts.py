@@ -124,28 +124,28 @@ def run(layout: str, seed: int, directory: Path, more: Sequence[str]) -> None:
 
 def report(directory: Path) -> dict[str, list[Measured]]:
     """Print a table of all runs below the directory, and return their figures."""
-    found: dict[str, list[Measured]] = {}
+    figures: dict[str, list[Measured]] = {}
     for layout in LAYOUTS:
         paths = sorted(directory.glob(f"{layout}-*/metrics.jsonl"))
         runs = [path for path in paths if sweep.has_finished(path.parent)]
         if runs:
-            found[layout] = [measured(read_metrics(path)) for path in runs]
-    if not found:
+            figures[layout] = [measured(read_metrics(path)) for path in runs]
+    if not figures:
         sys.exit(f"{directory} has no finished run; run without --report first")
-    fastest = min(run.reward_at[-1][0] for runs in found.values() for run in runs)
+    fastest = min(run.reward_at[-1][0] for runs in figures.values() for run in runs)
     columns = [
         name for name in Measured.__dataclass_fields__ if not name.endswith(("_at", "_reward"))
     ]
     titles = [*columns, f"reward after {fastest:.0f} s", "reward after all", "seeds"]
     print(" | ".join(["layout", *titles]))
-    for layout, runs in found.items():
+    for layout, runs in figures.items():
         cells = [
             sweep.mean_and_error([getattr(run, name) for run in runs], ".3g") for name in columns
         ]
         cells += [sweep.mean_and_error([reward_after(run, fastest) for run in runs], ".3g")]
         cells += [sweep.mean_and_error([run.final_reward for run in runs], ".3g"), str(len(runs))]
         print(" | ".join([layout, *cells]))
-    return found
+    return figures
 
 
 def main() -> None:
@@ -163,11 +163,11 @@ def main() -> None:
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             for layout in args.layouts:
                 run(layout, seed, (directory / f"{layout}-{seed}").resolve(), args.settings)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         name: [vars(r) for r in runs] for name, runs in report(directory).items()
     }
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

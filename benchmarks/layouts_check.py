@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--added-tokens", type=float, default=10.0, help="to prefill, per call")
     args = parser.parse_args()
     runs = {name: sorted(args.dir.glob(f"{name}-*")) for name in LAYOUTS}
-    runs = {name: [run for run in found if run.is_dir()] for name, found in runs.items()}
+    runs = {name: [run for run in paths if run.is_dir()] for name, paths in runs.items()}
     lock_step = [row for run in runs["lock_step"] for row in training_rows(run)]
     pairs = (pair.split(":") for pair in args.steps)
     steps_s = {int(slots): float(seconds) for slots, seconds in pairs}

@@ -62,8 +62,8 @@ def splits(chip: Chip, chips: int) -> Iterable[int]:
 def best(chip: Chip, chips: int, work: Workload, ahead: int, make: Make) -> tuple[str, Summary]:
     """Return the split with the most rollouts per second."""
     layouts = {make(chip, chips, ahead, number) for number in splits(chip, chips)}
-    found = {layout.name: run(chip, work, layout) for layout in layouts}
-    return max(found.items(), key=lambda item: item[1].rollouts_per_s)
+    figures = {layout.name: run(chip, work, layout) for layout in layouts}
+    return max(figures.items(), key=lambda item: item[1].rollouts_per_s)
 
 
 def compare(chip: Chip, chips: int, work: Workload) -> dict[str, dict[str, Any]]:
@@ -110,9 +110,9 @@ def show(title: str, rows: dict[str, dict[str, Any]]) -> None:
         )
 
 
-def draw_chips(found: Found, path: Path) -> None:
+def draw_chips(figures: Found, path: Path) -> None:
     """Draw rollouts per second over chips, one panel for each workload and kind of chip."""
-    titles = [title.removesuffix(" chips").split(", ") for title in found if "by " not in title]
+    titles = [title.removesuffix(" chips").split(", ") for title in figures if "by " not in title]
     panels = list(dict.fromkeys((work, chip) for work, chip, _ in titles))
     figure = Figure(figsize=(9, 3 * -(-len(panels) // 2)), layout="constrained")
     axes = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat
@@ -122,7 +122,7 @@ def draw_chips(found: Found, path: Path) -> None:
             points = [
                 (n, rows[name]["rollouts_per_s"])
                 for n in sizes
-                if name in (rows := found[f"{work}, {chip}, {n} chips"])
+                if name in (rows := figures[f"{work}, {chip}, {n} chips"])
             ]
             ax.plot(*zip(*points, strict=True), marker="o", label=name, color=f"C{index}")
         ax.set(title=f"{work}, {chip}", xlabel="chips", ylabel="rollouts/s", yscale="log")
@@ -133,11 +133,11 @@ def draw_chips(found: Found, path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-def draw_ahead(found: Found, path: Path) -> None:
+def draw_ahead(figures: Found, path: Path) -> None:
     """Draw the gain and the age of samples over the bound."""
     figure = Figure(figsize=(9, 3), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for title, rows in found.items():
+    for title, rows in figures.items():
         if not title.endswith(AHEAD_TITLE):
             continue
         bounds, name = [float(bound) for bound in rows], title.split(",")[0]
@@ -158,16 +158,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file of all figures; those in it are kept")
     parser.add_argument("--plots", type=Path, help="folder for the plots")
     args = parser.parse_args()
-    found: Found = {}
+    figures: Found = {}
     if args.json and args.json.exists():
-        found = json.loads(args.json.read_text())
+        figures = json.loads(args.json.read_text())
 
     def keep(title: str, make: Callable[[], dict[str, dict[str, Any]]]) -> None:
-        if title not in found:
-            found[title] = make()
+        if title not in figures:
+            figures[title] = make()
         if args.json:
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
-        show(title, found[title])
+            args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        show(title, figures[title])
 
     for workload in args.workloads:
         work = WORKLOADS[workload](ROLLOUTS)
@@ -177,8 +177,8 @@ def main() -> None:
                 keep(title, lambda c=CHIPS[kind], n=chips, w=work: compare(c, n, w))
         keep(f"{workload}{AHEAD_TITLE}", lambda w=work: by_ahead(CHIPS["H100"], 64, w))
     if args.plots:
-        draw_chips(found, args.plots / "layouts_chips.png")
-        draw_ahead(found, args.plots / "layouts_ahead.png")
+        draw_chips(figures, args.plots / "layouts_chips.png")
+        draw_ahead(figures, args.plots / "layouts_ahead.png")
 
 
 if __name__ == "__main__":

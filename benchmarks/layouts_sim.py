@@ -84,7 +84,7 @@ class Step:
     """One step of the trainer. Times are seconds since the start."""
 
     began: float  # when the trainer began to wait for rollouts
-    taken: float
+    taken_at: float
     ended: float  # when the weights were published
     sampler_wait_s: float  # in which no rollout ran or waited
     decode_busy_s: float  # engine seconds with at least one request
@@ -296,27 +296,27 @@ class _Run:
         """Take the oldest complete groups if the trainer waits and has enough."""
         if not self.wanted or sum(group.left == 0 for group in self.untaken) < self.wanted:
             return
-        taken = groups_to_take(
+        groups = groups_to_take(
             self.untaken,
             self.wanted,
             step=self.version,
             per_step=self.workload.tasks_per_step,
             max_staleness=self.layout.max_staleness,
         )
-        if taken is None:
+        if groups is None:
             return
-        chosen = set(map(id, taken))
+        chosen = set(map(id, groups))
         self.untaken = [group for group in self.untaken if id(group) not in chosen]
         self.wanted = 0
-        tokens = sum(group.trained_tokens for group in taken)
+        tokens = sum(group.trained_tokens for group in groups)
         work_s = self.layout.train_fixed_s + tokens / self.layout.train_tokens_per_s
         self.update = _Update(work_s, self.clock.now)
         for engine in self.engines:
             engine.set_speed(1.0 if self.layout.decode_share is None else self.layout.decode_share)
         self._begin_groups()
-        self._pace(taken, self.clock.now)
+        self._pace(groups, self.clock.now)
 
-    def _pace(self, taken: list[Group], taken_at: float) -> None:
+    def _pace(self, groups: list[Group], taken_at: float) -> None:
         """Keep the speed of the update in step with the engines, and end it when it is done."""
         update = self.update
         assert update is not None
@@ -325,7 +325,7 @@ class _Run:
         update.at = self.clock.now
         update.speed = 1.0 if share is None or not self.num_busy else 1.0 - share
         update.epoch += 1
-        self._repace = lambda: self._pace(taken, taken_at)
+        self._repace = lambda: self._pace(groups, taken_at)
 
         def end(epoch: int = update.epoch) -> None:
             if self.update is update and update.epoch == epoch:
@@ -333,7 +333,7 @@ class _Run:
                 for engine in self.engines:
                     engine.set_speed(1.0)
                 published = self.clock.now + self.layout.publish_s
-                self.clock.at(published, lambda: self._publish(taken, taken_at))
+                self.clock.at(published, lambda: self._publish(groups, taken_at))
 
         if update.speed > 0.0:
             self.clock.at(self.clock.now + max(update.left_s, 0.0) / update.speed, end)
@@ -347,24 +347,24 @@ class _Run:
         if self.update is not None:
             self._repace()
 
-    def _publish(self, taken: list[Group], taken_at: float) -> None:
+    def _publish(self, groups: list[Group], taken_at: float) -> None:
         idle_s = self.idle_s
         if self.idle_since is not None:
             idle_s += self.clock.now - self.idle_since
         busy_s = sum(engine.busy_s for engine in self.engines)
-        tokens = sum(group.response_tokens for group in taken)
-        versions = sum(group.token_versions for group in taken)
+        tokens = sum(group.response_tokens for group in groups)
+        versions = sum(group.token_versions for group in groups)
         step = Step(
             began=self.began,
-            taken=taken_at,
+            taken_at=taken_at,
             ended=self.clock.now,
             sampler_wait_s=idle_s - self.idle_before,
             decode_busy_s=busy_s - self.busy_before,
-            num_rollouts=len(taken) * self.workload.group_size,
+            num_rollouts=len(groups) * self.workload.group_size,
             response_tokens=tokens,
-            trained_tokens=sum(group.trained_tokens for group in taken),
+            trained_tokens=sum(group.trained_tokens for group in groups),
             age_mean=max(self.version - versions / max(tokens, 1e-9), 0.0),
-            age_max=self.version - min(group.oldest for group in taken),
+            age_max=self.version - min(group.oldest for group in groups),
         )
         self.steps.append(step)
         self.idle_before, self.busy_before = idle_s, busy_s
@@ -484,7 +484,7 @@ def summarize(steps: Sequence[Step], num_engines: int, *, skip: int = 0) -> Summ
     kept = steps[skip:]
     seconds = kept[-1].ended - kept[0].began
     tokens = sum(step.response_tokens for step in kept)
-    wait_s = sum(step.taken - step.began for step in kept)
+    wait_s = sum(step.taken_at - step.began for step in kept)
     return Summary(
         step_s=seconds / len(kept),
         rollouts_per_s=sum(step.num_rollouts for step in kept) / seconds,

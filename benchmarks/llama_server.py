@@ -74,13 +74,13 @@ async def ask(
     }
     started = time.perf_counter()
     async with http.post(f"{server.url}/completion", json=body) as response:
-        found = await response.json()
+        answer = await response.json()
     took = time.perf_counter() - started
-    if response.status != 200 or len(found["tokens"]) != new:
-        raise RuntimeError(f"llama-server failed with status {response.status}: {found!r:.300}")
-    first = took - found["timings"]["predicted_ms"] / 1e3
+    if response.status != 200 or len(answer["tokens"]) != new:
+        raise RuntimeError(f"llama-server failed with status {response.status}: {answer!r:.300}")
+    first = took - answer["timings"]["predicted_ms"] / 1e3
     times = (first + (took - first) * i / (new - 1) for i in range(new))
-    return Reply(tuple(found["tokens"]), tuple(times))
+    return Reply(tuple(answer["tokens"]), tuple(times))
 
 
 async def measure(binary: str, weights: Path, workload: str) -> Result:

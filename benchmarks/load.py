@@ -109,8 +109,8 @@ class Agents:
             if self.num_calls % CHECK_EVERY == 0:
                 query = "SELECT COUNT(*) FROM spans WHERE attributes LIKE ? AND rollout_id = ?"
                 rollout_id = url.rpartition("/rollout/")[2].partition("~")[0]
-                (found,) = self._db.execute(query, (f"%{answer['id']}%", rollout_id)).fetchone()
-                self.late += found != 1
+                (count,) = self._db.execute(query, (f"%{answer['id']}%", rollout_id)).fetchone()
+                self.late += count != 1
             message = answer["choices"][0]["message"]
             messages += [
                 {"role": "assistant", "content": message["content"]},
@@ -195,7 +195,7 @@ async def in_this_process(agents: Agents) -> AsyncIterator[Any]:
 @asynccontextmanager
 async def lags() -> AsyncIterator[list[float]]:
     """Yield a list that gets the lag in seconds of each timer while the block runs."""
-    found: list[float] = []
+    delays: list[float] = []
 
     async def beat() -> None:
         due = time.monotonic() + BEAT_S
@@ -203,12 +203,12 @@ async def lags() -> AsyncIterator[list[float]]:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             now = time.monotonic()
             while due <= now:
-                found.append(now - due)
+                delays.append(now - due)
                 due += BEAT_S
 
     beating = asyncio.create_task(beat())
     try:
-        yield found
+        yield delays
     finally:
         beating.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -240,7 +240,7 @@ async def measure(
             requests = make_requests(tasks, "train", 0, GROUP_SIZE)[:num_rollouts]
             with freeze_objects():
                 cpu, main, begun = time.process_time(), time.thread_time(), time.monotonic()
-                async with lags() as found:
+                async with lags() as delays:
                     rollouts = await run_requests(requests, runner)
                 seconds = time.monotonic() - begun
                 cpu, main = time.process_time() - cpu, time.thread_time() - main
@@ -253,8 +253,8 @@ async def measure(
     stored = size / (calls + len(warm) * turns)
     return (
         f"{where:16s} {num_agents:6d} {num_rollouts / seconds:11.0f} {calls / seconds:7.0f} "
-        f"{1e3 * cpu / calls:7.2f} {1e3 * main / calls:8.2f} {1e3 * quantile(found, 0.5):8.1f} "
-        f"{1e3 * quantile(found, 0.99):6.1f} {mib:6.0f} {stored / 1e3:3.1f} {agents.late:4d}"
+        f"{1e3 * cpu / calls:7.2f} {1e3 * main / calls:8.2f} {1e3 * quantile(delays, 0.5):8.1f} "
+        f"{1e3 * quantile(delays, 0.99):6.1f} {mib:6.0f} {stored / 1e3:3.1f} {agents.late:4d}"
     )
 
 

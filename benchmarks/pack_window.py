@@ -35,8 +35,8 @@ INSTALL = (
 
 def names_of(lines: Iterable[str]) -> set[str]:
     """Return the normalized names in lines such as `a_b==1.0`, without comments."""
-    found = (re.match(r"[\w.-]+", line.strip()) for line in lines)
-    return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in found if name}
+    names = (re.match(r"[\w.-]+", line.strip()) for line in lines)
+    return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in names if name}
 
 
 def missing_requirements(have: set[str]) -> list[str]:
@@ -49,8 +49,8 @@ def missing_requirements(have: set[str]) -> list[str]:
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "setup.py"]
         command += ["--extra", "spider", "--no-header", "--no-annotate", "-c", str(constraints)]
         command += ["--python-version", PYTHON, "--python-platform", "x86_64-manylinux_2_28"]
-        made = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    needed = [line.strip() for line in made.stdout.splitlines() if line.strip()]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    needed = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     return [line for line in needed if not names_of([line]) <= have]
 
 
@@ -66,8 +66,8 @@ def download(requirements: list[str], target: Path) -> None:
 def tree_bytes() -> int:
     """Return the size of the files that travel with every command."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    found = subprocess.run(listed, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    paths = [ROOT / name for name in found.stdout.split("\0") if name]
+    done = subprocess.run(listed, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    paths = [ROOT / name for name in done.stdout.split("\0") if name]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 

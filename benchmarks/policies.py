@@ -109,26 +109,26 @@ def sample(
 
     def one_round(count: Array, turn: tuple[Array, Array, Array]) -> tuple[Array, Any]:
         index, symbol, key = turn
-        known = jnp.full_like(count, FIRST_ROUND) + index, FIRST_COUNT + count
+        prompt = jnp.full_like(count, FIRST_ROUND) + index, FIRST_COUNT + count
         keys = jax.random.split(key)
-        spoken = say(0, keys[0], *known, symbol)
-        guessed = say(1, keys[1], *known, spoken[1])
-        made = jax.tree.map(lambda *pair: jnp.stack(pair, axis=1), spoken, guessed)
-        return count + (guessed[1] == symbol), made
+        spoken = say(0, keys[0], *prompt, symbol)
+        guessed = say(1, keys[1], *prompt, spoken[1])
+        calls = jax.tree.map(lambda *pair: jnp.stack(pair, axis=1), spoken, guessed)
+        return count + (guessed[1] == symbol), calls
 
     turns = jnp.arange(rounds, dtype=jnp.int32), symbols.T, jax.random.split(key, rounds)
-    _, made = jax.lax.scan(one_round, jnp.zeros(num, jnp.int32), turns)
+    _, calls = jax.lax.scan(one_round, jnp.zeros(num, jnp.int32), turns)
     # [T, N, 2, ...] to [N, 2 T, ...]
     return jax.tree.map(
-        lambda leaf: leaf.swapaxes(0, 1).reshape(num, 2 * rounds, *leaf.shape[3:]), made
+        lambda leaf: leaf.swapaxes(0, 1).reshape(num, 2 * rounds, *leaf.shape[3:]), calls
     )
 
 
 def to_trajectories(
-    symbols: Int[np.ndarray, "N T"], made: tuple[Any, Any, Any], frozen: str
+    symbols: Int[np.ndarray, "N T"], calls_of_round: tuple[Any, Any, Any], frozen: str
 ) -> list[Trajectory]:
     """Return the records that a run would read from its store."""
-    prompts, responses, logprobs = map(np.asarray, made)
+    prompts, responses, logprobs = map(np.asarray, calls_of_round)
     returns = (responses[:, 1::2] == symbols).mean(axis=1)
     trajectories = []
     for i in range(len(symbols)):
@@ -174,8 +174,8 @@ def run(learner: Updater, config: Config, frozen: str, seed: int, steps: int) ->
     for step in range(steps):
         tasks = rng.integers(NUM_SYMBOLS, size=(NUM_GROUPS, NUM_ROUNDS))
         symbols = np.repeat(tasks, GROUP_SIZE, axis=0).astype(np.int32)
-        made = sample(state.weights, jax.random.fold_in(key, step), jnp.asarray(symbols))
-        trajectories = to_trajectories(symbols, made, frozen)
+        calls = sample(state.weights, jax.random.fold_in(key, step), jnp.asarray(symbols))
+        trajectories = to_trajectories(symbols, calls, frozen)
         returns.append(float(np.mean([trajectory.reward for trajectory in trajectories])))
         values, _ = learner.values(state, trajectories)
         sequences, _ = prepare_policies(

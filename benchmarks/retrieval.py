@@ -37,8 +37,8 @@ def whole_question(task: Task) -> Asked:
 
 
 def hop_questions(task: Task) -> Asked:
-    asked = queries(task["decomposition"])
-    return [(query, [pid]) for query, pid in zip(asked, task["supporting"], strict=True)]
+    questions = queries(task["decomposition"])
+    return [(query, [pid]) for query, pid in zip(questions, task["supporting"], strict=True)]
 
 
 def recall(
@@ -48,10 +48,10 @@ def recall(
     hits = dict.fromkeys(COUNTS, 0)
     needed = 0
     for query, pids in (pair for task in tasks for pair in ask(task)):
-        found = [paragraph["pid"] for paragraph in index.search(query, max(COUNTS))]
+        pids_found = [paragraph["pid"] for paragraph in index.search(query, max(COUNTS))]
         needed += len(pids)
         for count in COUNTS:
-            hits[count] += sum(pid in found[:count] for pid in pids)
+            hits[count] += sum(pid in pids_found[:count] for pid in pids)
     return {count: hit / needed for count, hit in hits.items()}
 
 
@@ -82,8 +82,8 @@ def main() -> None:
             index = open_index(folder / retriever, corpus, retriever, PACKAGED)
             for ask in (whole_question, hop_questions):
                 shares = recall(index, tasks, ask)
-                shown = "  ".join(f"@{count} {share:.3f}" for count, share in shares.items())
-                print(f"{retriever:5} {ask.__name__:14} {len(index)} paragraphs  {shown}")
+                cells = "  ".join(f"@{count} {share:.3f}" for count, share in shares.items())
+                print(f"{retriever:5} {ask.__name__:14} {len(index)} paragraphs  {cells}")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Row:
 
     workload: str
     server: str
-    found: Result
+    result: Result
 
 
 async def request(
@@ -115,9 +115,9 @@ async def request(
             event = json.loads(line[6:])
             if "error" in event:
                 raise RuntimeError(f"{target.name} failed: {event['error']}")
-            found = [i for choice in event["choices"] for i in choice.get("token_ids") or ()]
-            ids += found
-            times += [time.perf_counter() - started] * len(found)
+            new_ids = [i for choice in event["choices"] for i in choice.get("token_ids") or ()]
+            ids += new_ids
+            times += [time.perf_counter() - started] * len(new_ids)
         if response.status != 200 or len(ids) != new:
             raise RuntimeError(
                 f"{target.name} gave {len(ids)} tokens with status {response.status}; expected "
@@ -130,8 +130,8 @@ async def measure_server(target: Target, name: str) -> Row:
     """Measure one workload over HTTP."""
     timeout = aiohttp.ClientTimeout(total=1800)
     async with aiohttp.ClientSession(timeout=timeout, read_bufsize=2**20) as http:
-        found = await measure_twice(partial(request, http, target), name, target.process)
-    return Row(name, target.name, found)
+        result = await measure_twice(partial(request, http, target), name, target.process)
+    return Row(name, target.name, result)
 
 
 def start_ours(model: str, dtype: str) -> tuple[Target, subprocess.Popen]:
@@ -176,10 +176,10 @@ def measure_llama_server(binary: str, weights: str, names: Sequence[str]) -> Ite
     """Measure llama.cpp's server. Raises PeerError."""
     for name in names:
         try:
-            found = asyncio.run(llama_server.measure(binary, Path(weights), name))
+            result = asyncio.run(llama_server.measure(binary, Path(weights), name))
         except (OSError, RuntimeError) as error:
             raise PeerError(str(error)) from error
-        yield Row(name, "llama-server", found)
+        yield Row(name, "llama-server", result)
 
 
 def events(name: str, command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
@@ -243,18 +243,18 @@ def head() -> str:
 
 def as_line(row: Row, ours: float | None) -> str:
     """Format one line of the table. `ours` is our time in seconds for the same workload."""
-    found, first = row.found, row.found.first_token_s
+    result, first = row.result, row.result.first_token_s
     prefilled = PREFILLED.get(row.workload)
     cells = [
-        f"{found.seconds:.2f}",
-        "-" if ours is None else f"{found.seconds / ours:.2f}",
-        f"{found.new_tokens / found.seconds:.1f}",
+        f"{result.seconds:.2f}",
+        "-" if ours is None else f"{result.seconds / ours:.2f}",
+        f"{result.new_tokens / result.seconds:.1f}",
         f"{quantile(first, 0.5):.3f}",
         f"{quantile(first, 0.99):.3f}",
-        f"{1e3 * found.decode_s:.1f}",
+        f"{1e3 * result.decode_s:.1f}",
         "-" if prefilled is None else f"{prefilled / max(first):.0f}",
-        "-" if found.cpu_s is None else f"{found.cpu_s:.1f}",
-        "-" if found.peak_mib is None else f"{found.peak_mib:.0f}",
+        "-" if result.cpu_s is None else f"{result.cpu_s:.1f}",
+        "-" if result.peak_mib is None else f"{result.peak_mib:.0f}",
     ]
     return f"{row.workload:4} {row.server:18}" + "".join(f"{cell:>10}" for cell in cells)
 
@@ -292,7 +292,7 @@ def compare(args: argparse.Namespace, servers: Sequence[Target]) -> int:
     for rows_of in measured:
         try:
             for row in rows_of():
-                ours.setdefault(row.workload, row.found.seconds)
+                ours.setdefault(row.workload, row.result.seconds)
                 rows.append(row)
                 print_line(as_line(row, ours[row.workload]))
         except PeerError as error:

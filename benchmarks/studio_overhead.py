@@ -59,11 +59,11 @@ def is_open(step: int) -> bool:
 
 def ratios(seconds: Sequence[float]) -> list[float]:
     """Return the ratio of each pair of neighboring steps, with pages to without."""
-    found = []
+    shares = []
     for step in range(WARM_UP, len(seconds) - 1, 2):
         pair = {is_open(at): seconds[at] for at in (step, step + 1)}
-        found.append(pair[True] / pair[False])
-    return found
+        shares.append(pair[True] / pair[False])
+    return shares
 
 
 class Viewer:
@@ -128,8 +128,8 @@ async def viewers(address: tuple[str, str], number: int, traffic: Traffic) -> As
         finally:
             for task in tasks:
                 task.cancel()
-            for found in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(found, Exception):
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(outcome, Exception):
                     traffic.num_failures += 1
 
 
@@ -200,8 +200,8 @@ async def url_in(log: Path, process: subprocess.Popen) -> tuple[str, str]:
     """Return the URL of the page and its key, once the log has them."""
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
-        if found := re.search(r"(?:run|page) at (http://\S+/)#key=(\S+)", log.read_text()):
-            return found[1], found[2]
+        if match := re.search(r"(?:run|page) at (http://\S+/)#key=(\S+)", log.read_text()):
+            return match[1], match[2]
         await asyncio.sleep(0.2)
     sys.exit(f"no page was served:\n{log.read_text()[-2000:]}")
 
@@ -216,10 +216,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         seconds, traffic = asyncio.run(measure(arguments, Path(folder)))
-    found = ratios(seconds)
+    shares = ratios(seconds)
     with_pages = [took for step, took in enumerate(seconds) if is_open(step)]
     without = [took for step, took in enumerate(seconds) if step >= WARM_UP and not is_open(step)]
-    error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
+    error = statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else math.nan
     print(
         f"seconds a step, median: {statistics.median(without):.3f} closed, "
         f"{statistics.median(with_pages):.3f} with {arguments.pages} pages "
@@ -227,8 +227,8 @@ def main() -> None:
         f"{traffic.num_failures} failures)"
     )
     print(
-        f"step time with pages / without: {statistics.fmean(found):.4f} ± {error:.4f} "
-        f"({len(found)} pairs of steps)"
+        f"step time with pages / without: {statistics.fmean(shares):.4f} ± {error:.4f} "
+        f"({len(shares)} pairs of steps)"
     )
 
 

@@ -61,8 +61,8 @@ def turns_of(rollouts: Sequence[Sequence[Span]]) -> Turns:
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """Return the quantiles, the mean and the number of values."""
-    found = np.quantile(values, PROBABILITIES) if values else []
-    named = {f"{p:g}": round(float(q), 6) for p, q in zip(PROBABILITIES, found, strict=False)}
+    values_at = np.quantile(values, PROBABILITIES) if values else []
+    named = {f"{p:g}": round(float(q), 6) for p, q in zip(PROBABILITIES, values_at, strict=False)}
     return (
         named
         | ({"mean": round(float(np.mean(values)), 6)} if values else {})

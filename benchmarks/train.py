@@ -79,19 +79,19 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], float | None]] = {
 }
 
 
-def median_s(found: Result) -> float:
-    return statistics.median(found.seconds[1:])
+def median_s(result: Result) -> float:
+    return statistics.median(result.seconds[1:])
 
 
-def merged(before: Result | None, found: Result) -> Result:
+def merged(before: Result | None, result: Result) -> Result:
     """Merge two turns of a trainer: all updates but the second turn's first, the higher peak."""
     if before is None:
-        return found
+        return result
     return replace(
-        found,
-        seconds=before.seconds + found.seconds[1:],
-        cpu_s=before.cpu_s + found.cpu_s[1:],
-        peak_mib=max(before.peak_mib or 0.0, found.peak_mib or 0.0) or None,
+        result,
+        seconds=before.seconds + result.seconds[1:],
+        cpu_s=before.cpu_s + result.cpu_s[1:],
+        peak_mib=max(before.peak_mib or 0.0, result.peak_mib or 0.0) or None,
     )
 
 
@@ -99,7 +99,7 @@ def measure(trainer: Trainer, workload: str, args: argparse.Namespace, python: P
     """Measure one trainer on one workload in a separate process. Raises PeerError."""
     script = HERE / (f"peers/run_{trainer.peer}.py" if trainer.peer else "train_ours.py")
     shared = ["--workload", workload, "--steps", str(args.steps), "--shrink", str(args.shrink)]
-    found = None
+    result = None
     for event in events(
         f"train {trainer.name} {workload}",
         [python, script, hf_directory(args.model), *shared, *trainer.arguments],
@@ -107,39 +107,39 @@ def measure(trainer: Trainer, workload: str, args: argparse.Namespace, python: P
         if "versions" in event:
             print_line(f"{trainer.name}: {as_words(event['versions'])}")
         else:
-            found = Result(**{**event, "seconds": tuple(event["seconds"])})
-    if found is None:
+            result = Result(**{**event, "seconds": tuple(event["seconds"])})
+    if result is None:
         raise PeerError(f"{trainer.name} {workload} printed no result.")
-    return found
+    return result
 
 
 def head() -> str:
     return f"{'':2} {'trainer':20}" + "".join(f"{name:>10}" for name in COLUMNS)
 
 
-def as_line(workload: str, name: str, found: Result, ours: Result | None, tokens: int) -> str:
+def as_line(workload: str, name: str, result: Result, ours: Result | None, tokens: int) -> str:
     """Format one line of the table. `ours` is our result for the same workload, or None."""
-    seconds, ratio, more = median_s(found), "-", "-"
+    seconds, ratio, more = median_s(result), "-", "-"
     if ours is not None:
         ratio = f"{seconds / median_s(ours):.2f}"
-        more = f"{(found.peak_mib or 0.0) / (ours.peak_mib or 1.0):.2f}"
+        more = f"{(result.peak_mib or 0.0) / (ours.peak_mib or 1.0):.2f}"
     cells = [
         f"{seconds:.2f}",
         ratio,
         f"{tokens / seconds:.1f}",
-        f"{found.computed}",
-        f"{statistics.median(found.cpu_s[1:]):.1f}",
-        f"{found.seconds[0] - seconds:.1f}",
-        f"{found.peak_mib or 0.0:.0f}",
+        f"{result.computed}",
+        f"{statistics.median(result.cpu_s[1:]):.1f}",
+        f"{result.seconds[0] - seconds:.1f}",
+        f"{result.peak_mib or 0.0:.0f}",
         more,
-        f"{found.grad_norm:.4g}",
+        f"{result.grad_norm:.4g}",
     ]
     return f"{workload:2} {name:20}" + "".join(f"{cell:>10}" for cell in cells)
 
 
 def print_targets(results: dict[tuple[str, str], Result]) -> None:
     """Print each target as met or missed, as far as it was measured."""
-    for workload, peer, column, wanted in TARGETS:
+    for workload, peer, column, target in TARGETS:
         for name in (OURS, OURS_BF16):
             ours, theirs = results.get((workload, name)), results.get((workload, peer))
             if ours is None or theirs is None:
@@ -152,33 +152,33 @@ def print_targets(results: dict[tuple[str, str], Result]) -> None:
             ratio, what = both[0] / both[1], {"seconds": "time", "peak_mib": "peak memory"}[column]
             print_line(
                 f"{workload}: {peer} takes {ratio:.2f} times the {what} of {name}; "
-                f"target {wanted:g}: {verdict(ratio >= wanted)}"
+                f"target {target:g}: {verdict(ratio >= target)}"
             )
-    for (workload, name), found in results.items():
-        if found.naive_to_forest is not None and workload == "b":
+    for (workload, name), result in results.items():
+        if result.naive_to_forest is not None and workload == "b":
             print_line(
-                f"{workload}: tokens_naive / tokens_forest is {found.naive_to_forest:.2f}; target "
-                f"{NAIVE_TO_FOREST:g}: {verdict(found.naive_to_forest >= NAIVE_TO_FOREST)}"
+                f"{workload}: tokens_naive / tokens_forest is {result.naive_to_forest:.2f}; target "
+                f"{NAIVE_TO_FOREST:g}: {verdict(result.naive_to_forest >= NAIVE_TO_FOREST)}"
             )
-        if found.limit_s is not None and found.gflops is not None:
+        if result.limit_s is not None and result.gflops is not None:
             print_line(
-                f"{workload}: {name}'s products alone take {found.limit_s:.2f} s at "
-                f"{found.gflops:.0f} GFLOP/s, {found.limit_s / median_s(found):.0%} of its time"
+                f"{workload}: {name}'s products alone take {result.limit_s:.2f} s at "
+                f"{result.gflops:.0f} GFLOP/s, {result.limit_s / median_s(result):.0%} of its time"
             )
 
 
-def verdict(held: bool) -> str:
-    return "met" if held else "missed"
+def verdict(is_met: bool) -> str:
+    return "met" if is_met else "missed"
 
 
 def print_norms(results: dict[tuple[str, str], Result]) -> None:
     """Report trainers that did different work from ours, by the norm of the first gradient."""
-    for (workload, name), found in results.items():
+    for (workload, name), result in results.items():
         ours = results.get((workload, OURS))
         tolerance = 0.1 if "bf16" in name else 0.01
-        if ours and abs(found.grad_norm / ours.grad_norm - 1.0) > tolerance:
+        if ours and abs(result.grad_norm / ours.grad_norm - 1.0) > tolerance:
             print_line(
-                f"{workload}: {name} has a gradient of norm {found.grad_norm:.4g} where ours has "
+                f"{workload}: {name} has a gradient of norm {result.grad_norm:.4g} where ours has "
                 f"{ours.grad_norm:.4g}: it did not do the same work"
             )
 
@@ -208,13 +208,13 @@ def compare(args: argparse.Namespace) -> int:
         ]
         for trainer in trainers * args.rounds:
             try:
-                found = measure(trainer, workload, args, peers if trainer.peer else python)
+                result = measure(trainer, workload, args, peers if trainer.peer else python)
             except PeerError as error:
                 failed += 1
                 print_line(str(error))
                 continue
             key = (workload, trainer.name)
-            results[key] = merged(results.get(key), found)
+            results[key] = merged(results.get(key), result)
             ours = results.get((workload, OURS))
             print_line(as_line(workload, trainer.name, results[key], ours, tokens))
     print_line(f"load {os.getloadavg()[0]:.2f}")
@@ -233,9 +233,9 @@ def shares(rows: Sequence[Row]) -> list[str]:
         )
     total = sum(row["time/step_s"] for row in steps)
     lines, left = [f"{len(steps)} steps, {total / len(steps):.1f} s each"], total
-    for name, (added, taken, most) in PARTS.items():
+    for name, (added, subtracted, most) in PARTS.items():
         seconds = sum(row.get(key, 0.0) for row in steps for key in added)
-        seconds -= sum(row.get(key, 0.0) for row in steps for key in taken)
+        seconds -= sum(row.get(key, 0.0) for row in steps for key in subtracted)
         left -= seconds
         aim = "" if most is None else f"  aim below {most:.0%}: {verdict(seconds < most * total)}"
         lines.append(f"{name:18}{seconds / len(steps):9.3f} s{seconds / total:8.2%}{aim}")

@@ -27,8 +27,8 @@ def batch_config(args: argparse.Namespace) -> BatchConfig:
     """Return the row sizes of the workload, with overrides from the command line."""
     full = BATCHES[args.workload]
     size = {"row_len": full.row_len // args.shrink} if args.shrink > 1 else {}
-    asked = {"rows": args.rows, "row_len": args.row_len}
-    return dataclasses.replace(full, **size, **{k: v for k, v in asked.items() if v})
+    sizes = {"rows": args.rows, "row_len": args.row_len}
+    return dataclasses.replace(full, **size, **{k: v for k, v in sizes.items() if v})
 
 
 def measure(args: argparse.Namespace, calls: Sequence[Call]) -> Result:
@@ -73,13 +73,13 @@ def measure(args: argparse.Namespace, calls: Sequence[Call]) -> Result:
         norms.append(metrics["train/grad_norm"])
     batch = config.batch
     computed = int(metrics["train/num_batches"]) * batch.rows * batch.row_len
-    found = clock.result(grad_norm=norms[0], computed=computed)
+    result = clock.result(grad_norm=norms[0], computed=computed)
     rate = flops_per_s(args.dtype)
     # Only used nodes count, so that padding does not raise the limit.
     nodes = metrics["train/tokens_forest"]
     flops = 6 * ((total - embedding) * nodes + embedding * num_targets)
     return dataclasses.replace(
-        found,
+        result,
         limit_s=flops / rate,
         gflops=rate / 1e9,
         naive_to_forest=metrics["train/tokens_naive"] / nodes,

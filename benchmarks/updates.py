@@ -116,5 +116,5 @@ def main(
     add_arguments(parser)
     args = parser.parse_args()
     print(json.dumps({"versions": {name: version(name) for name in packages}}), flush=True)
-    found = measure(args, WORKLOADS[args.workload](args.shrink))
-    print(json.dumps(asdict(found)), flush=True)
+    result = measure(args, WORKLOADS[args.workload](args.shrink))
+    print(json.dumps(asdict(result)), flush=True)

@@ -6,14 +6,17 @@ python docs/reference.py
 import argparse
 import ast
 import inspect
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import GenericAlias, ModuleType
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
+import lightning_jax as lj
+import lightning_jax.types
 from lightning_jax.cli.main import COMMANDS, parser_of
 from lightning_jax.cli.reference import settings_page
 from lightning_jax.gateway.dialects import all as dialects
@@ -23,8 +26,8 @@ from lightning_jax.gateway.dialects.gemini import input as gemini
 from lightning_jax.gateway.dialects.openai_responses import dialect as responses
 from lightning_jax.gateway.dialects.unknown_fields import BINDING
 from lightning_jax.gateway.metrics import COUNTERS
-from lightning_jax.settings.loading import load_function
 from lightning_jax.traces import attributes
+from lightning_jax.train.loop import trainer
 from lightning_jax.train.watch.curves import DESCRIPTIONS, metric_descriptions
 
 HERE = Path(__file__).parent
@@ -37,13 +40,34 @@ def pages() -> dict[str, str]:
     return {
         "settings.md": settings_page(),
         "get_started/troubleshooting.md": troubleshooting(),
-        "python_api.md": load_function(f"{HERE / 'make_python_api.py'}:page")(),
+        "python_api.md": python_api(),
         "reference/command_line.md": command_line(),
         "reference/metrics.md": metrics(),
         "reference/span_attributes.md": span_attributes(),
         "reference/failures.md": failures(),
         "reference/client_apis.md": client_apis(),
     }
+
+
+def python_api() -> str:
+    """Return the page of the package's public names."""
+    text = (
+        "# Python API\n\n"
+        "    import lightning_jax as lj\n\n"
+        "`lj` has the names below. Each one loads its module when it is first used. The\n"
+        "[README](../README.md#your-own-loop) puts them together to a training loop.\n"
+        f"`help(lj.Engine)` has the arguments. {NOTE}\n"
+    )
+    rows = []
+    for name in lj.__all__:
+        value = trainer.train if name == "train" else getattr(lj, name)
+        words = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
+        if isinstance(value, GenericAlias):
+            value, words = lj.types, f"Another name for `{value}`."
+        module = value if inspect.ismodule(value) else sys.modules[value.__module__]
+        path = Path(str(module.__file__)).relative_to(PACKAGE)
+        rows.append((f"`{name}`", words, f"[{path}](../{PACKAGE.name}/{path})"))
+    return text + _table(("name", "what it is", "defined in"), rows)
 
 
 def command_line() -> str:
@@ -306,12 +330,12 @@ def _refused(bodies: tuple[type[BaseModel], ...]) -> Iterator[str]:
 
 
 def _ignored(module: ModuleType) -> set[str]:
-    found = {
+    ignored = {
         name
         for variable in ("IGNORED", "_IGNORED", "_IGNORED_OPTIONS")
         for name in getattr(module, variable, ())
     }
-    return found - set(FEATURES["conversation"]) - {"tools", "prompt", "system", "raw"}
+    return ignored - set(FEATURES["conversation"]) - {"tools", "prompt", "system", "raw"}
 
 
 def _plain(path: str) -> str:

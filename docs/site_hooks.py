@@ -67,15 +67,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _with_links(text: str, source: str, page: str) -> str:
-    def replace(found: re.Match[str]) -> str:
-        image, label, target = found.groups()
+    def replace(match: re.Match[str]) -> str:
+        image, label, target = match.groups()
         path, hash_sign, anchor = target.partition("#")
         if not path or "://" in target or target.startswith("mailto:"):
-            return found[0]
+            return match[0]
         place = os.path.normpath(PurePosixPath(source).parent / path)
         if not (ROOT / place).exists():
             log.warning("%s links to %s, which does not exist", source, target)
-            return found[0]
+            return match[0]
         homes = {name: page for page, name in OUTSIDE.items()}
         if place in homes:
             goal = homes[place]
@@ -94,12 +94,9 @@ def _with_links(text: str, source: str, page: str) -> str:
 def _python_details() -> str:
     """Return a directive of mkdocstrings for each public name."""
     blocks = ["\n## Details\n"]
-    for name, module in lj._MODULES.items():
-        path = f"lightning_jax.{module}"
-        if name == "train":
-            path = "lightning_jax.train.loop.trainer.train"
-        elif name not in lj._WHOLE:
-            path += "." + lj._RENAMED.get(name, name)
+    for name, (module, attribute) in lj._NAMES.items():
+        is_function = name == "train"  # which the room of that name calls
+        path = "lightning_jax.train.loop.trainer.train" if is_function else f"{module}.{attribute}"
         blocks.append(f"::: {path}\n")
     return "\n".join(blocks)
 
@@ -108,8 +105,8 @@ def on_post_build(config: Any) -> None:
     """Raise PluginError if a page would load something from another host."""
     site = Path(config.site_dir)
     for path in site.rglob("*.html"):
-        if found := LOADED.search(path.read_text()):
-            raise PluginError(f"{path.relative_to(site)} loads from another host: {found[0]}")
+        if match := LOADED.search(path.read_text()):
+            raise PluginError(f"{path.relative_to(site)} loads from another host: {match[0]}")
     for path in site.rglob("*.css"):
         if URL_IN_CSS.search(path.read_text()):
             raise PluginError(f"{path.relative_to(site)} loads from another host")

@@ -74,7 +74,7 @@ def main() -> int:
         refuse(error)
     parent = Path(config.run_dir)
     runs = run_all(args, variants, parent)
-    groups = [",".join(map(str, found)) for found in runs.values()]
+    groups = [",".join(map(str, paths)) for paths in runs.values()]
     if len(groups) == 1:  # seeds of one signal, beside each other
         groups = groups[0].split(",")
     if len(groups) == 1:

@@ -75,10 +75,10 @@ async def compare(
     ):
         for name in names:
             wording = WORDINGS[name]
-            found = await asyncio.gather(
+            answers = await asyncio.gather(
                 *(ask(client, task, wording, temperature) for task in tasks)
             )
-            rewards, bare = zip(*found, strict=True)
+            rewards, bare = zip(*answers, strict=True)
             print(
                 f"| {name} | {mean_and_error(rewards)} | {statistics.fmean(bare):.3f} |",
                 flush=True,

@@ -138,11 +138,11 @@ def result_of(directory: Path, config: Config) -> Result:
         with closing(Store(directory / STORE, read_only=True)) as store:
             rollouts = store.rollouts(phase="eval")
             steps = sorted({rollout.step for rollout in rollouts})
-            found = [
+            of_steps = [
                 measure(store, [r for r in rollouts if r.step == step], model)
                 for step in (steps[0], steps[-1])
             ]
-        write_whole(path, json.dumps([[asdict(note) for note in notes] for notes in found]))
+        write_whole(path, json.dumps([[asdict(note) for note in notes] for notes in of_steps]))
     before, after = json.loads(path.read_text())
     return Result([Note(**note) for note in before], [Note(**note) for note in after])
 
@@ -162,9 +162,9 @@ def table(results: Mapping[str, Sequence[Result]]) -> str:
     before = next(iter(results.values()))[0].before
     start = [f"{mean_of(before, name):.3f}" for name in columns]
     lines.append(" | ".join(("| before", *start, " |")))
-    for name, found in results.items():
-        cells = [mean_and_error([mean_of(r.after, column) for r in found]) for column in columns]
-        changes = [change for result in found for change in result.changes]
+    for name, runs in results.items():
+        cells = [mean_and_error([mean_of(r.after, column) for r in runs]) for column in columns]
+        changes = [change for result in runs for change in result.changes]
         won, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
         lines.append(" | ".join((f"| {name}", *cells, f"{won}, {lost} |")))
     return "\n".join(lines)
@@ -173,7 +173,7 @@ def table(results: Mapping[str, Sequence[Result]]) -> str:
 def samples(results: Mapping[str, Sequence[Result]]) -> str:
     """Return the notes of the first requests, of the first seed."""
     lines = []
-    first = [found[0] for found in results.values()]
+    first = [seeds[0] for seeds in results.values()]
     after = [{note.task_id: note.text for note in result.after} for result in first]
     for note in first[0].before[:NUM_SAMPLES]:
         lines += ["", f"**{note.request}**", "", f"* before: {_line(note.text)}"]
@@ -221,7 +221,7 @@ def main() -> None:
     config = load_settings(args)
     parent = Path(config.run_dir)
     runs = run_all(args, {name: REWARDS[name] for name in args.reward or REWARDS}, parent)
-    results = {name: [result_of(run, config) for run in found] for name, found in runs.items()}
+    results = {name: [result_of(run, config) for run in seeds] for name, seeds in runs.items()}
     plot(runs, parent / "openended.png")
     report = f"{table(results)}\n{samples(results)}\n"
     write_whole(parent / "report.md", report)

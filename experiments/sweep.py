@@ -97,10 +97,10 @@ def run_all(
     if not args.report:
         train(trainings, args.jobs)
     finished = {name: [*filter(has_finished, paths)] for name, paths in directories.items()}
-    found = {name: paths for name, paths in finished.items() if paths}
-    if not found:
+    with_runs = {name: paths for name, paths in finished.items() if paths}
+    if not with_runs:
         sys.exit(f"{parent} has no finished run; run without --report first")
-    return found
+    return with_runs
 
 
 def command(*arguments: str) -> list[str]:

@@ -39,10 +39,7 @@ def brief(value: Any) -> str:
     """Return the value as error messages show it, cut if it is long."""
     if isinstance(value, str):
         value = value[:101]
-    shown = f"an integer of {value.bit_length()} bits" if _is_huge(value) else repr(value)
-    return shown if len(shown) <= 100 else shown[:97] + "..."
-
-
-def _is_huge(value: Any) -> bool:
-    # Python refuses to print very long integers.
-    return isinstance(value, int) and value.bit_length() > 256
+    if isinstance(value, int) and value.bit_length() > 256:  # which Python may refuse to print
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

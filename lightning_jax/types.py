@@ -120,8 +120,8 @@ class Prompts(dict[str, str]):
     """Prompts by name, as the settings or the search for better ones have them."""
 
     def __missing__(self, name: str) -> str:
-        found = ", ".join(sorted(self)) or "none"
-        raise KeyError(f"no prompt {name!r} in the settings; add prompts.{name} (found: {found})")
+        names = ", ".join(sorted(self)) or "none"
+        raise KeyError(f"no prompt {name!r} in the settings; add prompts.{name} (found: {names})")
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 import contextlib
 import gc
+import importlib.util
 import os
 import signal
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 # Tests compile far more than they compute. Without optimizations, with one LLVM module a program
 # and with the older emitters of fusions, which later releases lack, they take half the time.
@@ -150,6 +152,18 @@ def compiled() -> Iterator[list[str]]:
     jax.monitoring.register_event_duration_secs_listener(note)
     yield found
     jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.fixture(scope="session")
+def h100() -> Any:
+    """Devices of one H100 that is not here. Skip the test without XLA's compiler for GPUs."""
+    plugins = importlib.util.find_spec("jax_plugins")
+    folders = [] if plugins is None else plugins.submodule_search_locations or []
+    if not any(path for folder in folders for path in Path(folder).glob("xla_cuda1*")):
+        pytest.skip("JAX's CUDA plugin is not installed")
+    from lightning_jax.train.memory.targets import target_devices
+
+    return tuple(target_devices("h100")[0])
 
 
 @pytest.fixture

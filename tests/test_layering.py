@@ -28,7 +28,7 @@ ROOMS = (
 )
 # Modules and rooms in a room, in the same order.
 INNER = {
-    "settings": ("schema", "errors", "paths", "layers", "saved", "load", "loading"),
+    "settings": ("schema", "errors", "paths", "saved", "load", "loading"),
     "train": (
         *("rules", "config", "directory", "hook", "sinks"),
         *("tasks", "state", "watch", "memory", "prompts", "loop"),

@@ -131,7 +131,7 @@ def test_metadata_says_what_an_index_shows(metadata: Message) -> None:
     for minor in (11, 12, 13):
         assert f"Programming Language :: Python :: 3.{minor}" in classifiers
     extras = {"cuda12", "tpu", "jetstream", "dev", "spider", "musique", "calcx", "ollama"}
-    extras |= {"tensorboard", "wandb", "mlflow", "trackio", "gym", "verifiers"}
+    extras |= {"gpu-compiler", "tensorboard", "wandb", "mlflow", "trackio", "gym", "verifiers"}
     assert extras <= set(metadata.get_all("Provides-Extra", []))
 
 

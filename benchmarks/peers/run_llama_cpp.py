@@ -85,8 +85,8 @@ class Engine:
             raise RuntimeError("llama.cpp failed to decode a batch.")
         if not rows:
             return
-        found = self._sample(list(rows.values()))
-        for slot, token_id in zip(rows, found, strict=True):
+        token_ids = self._sample(list(rows.values()))
+        for slot, token_id in zip(rows, token_ids, strict=True):
             running = self._slots[slot]
             assert running.number is not None, "a slot with a row has a request"
             running.token_ids.append(token_id)
@@ -111,10 +111,10 @@ class Engine:
         if not free:
             return False
         prompt = request.prompt
-        known = [common(prompt, slot.token_ids) for slot in self._slots]
-        ready = [min(n, slot.cached) for n, slot in zip(known, self._slots, strict=True)]
+        lengths = [common(prompt, slot.token_ids) for slot in self._slots]
+        ready = [min(n, slot.cached) for n, slot in zip(lengths, self._slots, strict=True)]
         best = max(range(SLOTS), key=lambda i: (ready[i], i in free))
-        if max(known) > ready[best] + 32:
+        if max(lengths) > ready[best] + 32:
             return False
         # Compute at least the last token, for its logits.
         shared = min(ready[best], len(prompt) - 1)
@@ -152,16 +152,16 @@ class Engine:
         """Sample one token per row at temperature 1."""
         logits = np.empty((len(rows), self._num_tokens), np.float32)
         for index, row in enumerate(rows):
-            found = llama_cpp.llama_get_logits_ith(self._context, row)
-            pointer = ctypes.cast(found, ctypes.POINTER(ctypes.c_float))
+            address = llama_cpp.llama_get_logits_ith(self._context, row)
+            pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
             logits[index] = np.ctypeslib.as_array(pointer, (self._num_tokens,))
         logits -= logits.max(axis=1, keepdims=True)
         sums = np.exp(logits, out=logits).cumsum(axis=1)
         draws = self._rng.random(len(rows), np.float32) * sums[:, -1]
-        found = [
+        drawn = [
             np.searchsorted(line, draw, "right") for line, draw in zip(sums, draws, strict=True)
         ]
-        return [min(int(i), self._num_tokens - 1) for i in found]
+        return [min(int(i), self._num_tokens - 1) for i in drawn]
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:

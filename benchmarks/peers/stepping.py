@@ -89,5 +89,5 @@ def main(make: Callable[[str, str], Stepper], packages: Sequence[str]) -> None:
     print(json.dumps({"versions": {name: version(name) for name in packages}}), flush=True)
     engine = make(args.model, args.dtype)
     for name in args.only:
-        found = asyncio.run(measure_twice(Requests(engine).ask, name, os.getpid()))
-        print(json.dumps({"workload": name, **asdict(found)}), flush=True)
+        result = asyncio.run(measure_twice(Requests(engine).ask, name, os.getpid()))
+        print(json.dumps({"workload": name, **asdict(result)}), flush=True)

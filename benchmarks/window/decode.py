@@ -40,7 +40,7 @@ SKIP_TEMP = "--xla_gpu_command_buffer_update_mode=SKIP_TEMP"
 NEEDS_GPU = "skipped: needs a GPU"
 Options = Mapping[str, str]
 Dispatch = Callable[[], Any]  # starts the next step and returns its result on the device
-VARIANTS = ("generate", "unbranched", "merged")  # of prototype.STEPS
+VARIANTS = ("generate", "branched", "merged")  # of prototype.STEPS
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,17 @@ class Predicted:
 
 # By variant, model and slots. Two ends of a range are an H200 and an H100 where they differ.
 PREDICTED = {
-    ("generate", "135m", 64): Predicted("1.6 to 2.1", "1.6 to 2.1", "1.6 to 2.1, or 0.45 to 0.6"),
-    ("unbranched", "135m", 64): Predicted("1.6 to 2.1", "1.1 to 1.5", "0.45 to 0.6", "27 to 36"),
+    ("branched", "135m", 64): Predicted("1.6 to 2.1", "1.6 to 2.1", "1.6 to 2.1, or 0.45 to 0.6"),
+    ("generate", "135m", 64): Predicted("1.6 to 2.1", "1.1 to 1.5", "0.45 to 0.6", "27 to 36"),
     ("merged", "135m", 64): Predicted("1.2 to 1.6", "1.1 to 1.5", "0.06", "27 to 36"),
-    ("generate", "1.5b", 64): Predicted("2.2 to 2.8", "2.2 to 2.8", "2.2 to 2.8, or 0.45 to 0.6"),
-    ("unbranched", "1.5b", 64): Predicted("2.2 to 2.8", "1.7 to 2.2", "0.45 to 0.6", "58 to 65"),
+    ("branched", "1.5b", 64): Predicted("2.2 to 2.8", "2.2 to 2.8", "2.2 to 2.8, or 0.45 to 0.6"),
+    ("generate", "1.5b", 64): Predicted("2.2 to 2.8", "1.7 to 2.2", "0.45 to 0.6", "58 to 65"),
     ("merged", "1.5b", 64): Predicted("1.8 to 2.3", "1.7 to 2.2", "0.06", "58 to 65"),
-    ("generate", "8b", 64): Predicted("7.1 to 9.7", "7.1 to 9.7", "7.1 to 9.7, or 0.5 to 0.7"),
-    ("unbranched", "8b", 64): Predicted("7.1 to 9.7", "6.6 to 9.1", "0.5 to 0.7", "75 to 78"),
+    ("branched", "8b", 64): Predicted("7.1 to 9.7", "7.1 to 9.7", "7.1 to 9.7, or 0.5 to 0.7"),
+    ("generate", "8b", 64): Predicted("7.1 to 9.7", "6.6 to 9.1", "0.5 to 0.7", "75 to 78"),
     ("merged", "8b", 64): Predicted("6.7 to 9.2", "6.6 to 9.1", "0.06", "75 to 78"),
-    ("generate", "135m", 128): Predicted("1.6 to 2.3", "1.6 to 2.3", "1.6 to 2.3, or 0.45 to 0.6"),
-    ("unbranched", "135m", 128): Predicted("1.6 to 2.3", "1.1 to 1.7", "0.45 to 0.6", "43 to 51"),
+    ("branched", "135m", 128): Predicted("1.6 to 2.3", "1.6 to 2.3", "1.6 to 2.3, or 0.45 to 0.6"),
+    ("generate", "135m", 128): Predicted("1.6 to 2.3", "1.1 to 1.7", "0.45 to 0.6", "43 to 51"),
     ("merged", "135m", 128): Predicted("1.2 to 1.8", "1.1 to 1.7", "0.06", "43 to 51"),
 }
 
@@ -174,8 +174,8 @@ def _run_child(
     )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        found = [line for line in lines if re.search("Unknown flag|Check failed|Error", line)]
-        reason = (found or lines or [""])[-1]
+        causes = [line for line in lines if re.search("Unknown flag|Check failed|Error", line)]
+        reason = (causes or lines or [""])[-1]
         raise RuntimeError(f"the child process ended with {done.returncode}: {reason}")
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -199,14 +199,14 @@ UPDATE = re.compile(r"updated command buffer in ([\d.e+-]+) ?(\S*)", re.IGNORECA
 def update_times_us(log: str) -> list[float]:
     """Return the times of the command buffer updates that a log reports, in microseconds."""
     scales = {"sec": 1e6, "s": 1e6, "ms": 1e3, "ns": 1e-3}
-    found = UPDATE.findall(log)
-    return [float(value) * scales.get(unit.rstrip(";.,"), 1.0) for value, unit in found]
+    updates = UPDATE.findall(log)
+    return [float(value) * scales.get(unit.rstrip(";.,"), 1.0) for value, unit in updates]
 
 
 def _measure_graph_updates(setting: Setting) -> Iterator[Figure]:
     ends = time.monotonic() + setting.seconds - 5  # a child must not outlive this process
     logging = {"TF_CPP_VMODULE": "command_buffer_thunk=3", "TF_CPP_MIN_LOG_LEVEL": "0"}
-    for variant in ("generate", "unbranched", "merged"):
+    for variant in ("generate", "branched", "merged"):
         name = f"{variant}: graph updates"
         try:
             left = ends - time.monotonic()

@@ -169,8 +169,8 @@ def plain_steps(calls: Sequence[Call]) -> list[Step]:
 
 
 def median_ms(values: Iterable[float]) -> float:
-    found = list(values)
-    return 1e3 * statistics.median(found) if found else math.nan
+    numbers = list(values)
+    return 1e3 * statistics.median(numbers) if numbers else math.nan
 
 
 # Running an engine.
@@ -195,10 +195,10 @@ class Bench:
         """Answer as many requests as there are slots. Return (seconds, tokens)."""
         self.clock.calls.clear()
         started = time.perf_counter()
-        found = asyncio.run(
+        responses = asyncio.run(
             answer(self.engine, self.prompts(self.slots, seed), num_tokens or self.num_tokens)
         )
-        return time.perf_counter() - started, sum(len(reply.token_ids) for reply in found)
+        return time.perf_counter() - started, sum(len(reply.token_ids) for reply in responses)
 
     def warm_up(self) -> None:
         """Run all programs of a measurement, and wait until no thread compiles."""
@@ -604,8 +604,8 @@ def kernels_of(trace: Path) -> list[Kernel]:
         if event.get("ph") == "X" and place[0] in devices and place in streams:
             name = re.sub(r"([._]\d+)+$", "", event["name"])
             times[name].append(float(event.get("dur", 0.0)))
-    found = [Kernel(name, len(values), sum(values)) for name, values in times.items()]
-    return sorted(found, key=lambda kernel: -kernel.microseconds)
+    kernels = [Kernel(name, len(values), sum(values)) for name, values in times.items()]
+    return sorted(kernels, key=lambda kernel: -kernel.microseconds)
 
 
 def traced(folder: Path, run: Callable[[], Any]) -> list[Kernel]:
@@ -700,7 +700,9 @@ class Programs:
 
         sampled = None
         for _ in range(number):
-            self.state, sampled = self.programs.generate(self.params, self.state, self.longest)
+            self.state, sampled = self.programs.generate(
+                self.params, self.state, self.longest, has_filters=False
+            )
             jax.device_get(sampled)
 
 

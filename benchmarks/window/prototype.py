@@ -1,4 +1,4 @@
-"""Decode steps to measure: the engine's own, and prototypes with fewer branches and arguments.
+"""Decode steps to measure: the engine's own, with branches, and a prototype with few arguments.
 
 The merged step keeps the keys of all layers in one array and their values in another, with row =
 layer * S + slot. Weights are stacked by kind, with q, k and v in one kernel and gate and up in
@@ -16,14 +16,14 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, Key
+from jaxtyping import Array, Int32
 
 from lightning_jax.engine import sampling
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device import programs
 from lightning_jax.engine.device.programs import start_of
 from lightning_jax.engine.device.slots import SlotPrograms
-from lightning_jax.engine.sampling import Sampled
+from lightning_jax.engine.sampling import Sampled, Work
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.attention import attention, flash_cache
 from lightning_jax.models.attention.kv_cache import (
@@ -40,34 +40,6 @@ from window.shapes import shape_of
 
 Options = Mapping[str, str]  # of XLA's compiler
 Dispatch = Callable[[], Any]  # starts the next step and returns its result on the device
-
-
-def sample_without_branches(
-    logits: Float[Array, "S V"],
-    keys: Key[Array, " S"],
-    temperature: Float[Array, " S"],
-    *_: Any,
-) -> Sampled:
-    """Return what `sampling.sample` returns for rows without filters, a bias or a mask.
-
-    It always draws and always computes the tempered log-probabilities. Filters are ignored, so it
-    can replace `sample` where no request has any.
-    """
-    logits = logits.astype(jnp.float32)
-    greedy = temperature == 0
-    divisor = jnp.where(greedy, 1.0, jnp.maximum(temperature, 1e-5))[:, None]
-    scaled = logits / divisor
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
-    drawn, drawn_logprobs = sampling._draw(scaled, uniform)
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
-    behavior = sampling._logprobs(logits, tokens)
-    tempered = sampling._logprobs(scaled, tokens)
-    return Sampled(
-        tokens=tokens,
-        behavior_logprobs=behavior,
-        sampling_logprobs=jnp.where(greedy, 0.0, drawn_logprobs),
-        tempered_logprobs=jnp.where(divisor[:, 0] == 1.0, behavior, tempered),
-    )
 
 
 class Column(IntEnum):
@@ -162,7 +134,9 @@ def merged_step(
         jax.random.wrap_key_data(data, impl="threefry2x32"), table[:, Column.COUNT]
     )
     temperature = jax.lax.bitcast_convert_type(table[:, Column.TEMPERATURE], jnp.float32)
-    sampled = sample_without_branches(logits, keys, jnp.where(is_active, temperature, 0.0))
+    temperature = jnp.where(is_active, temperature, 0.0)
+    off, ints = jnp.zeros(slots, jnp.float32), jnp.zeros(slots, jnp.int32)
+    sampled = sampling.sample(logits, keys, temperature, off + 1, ints, off, work=Work())
     logprobs = (sampled.behavior_logprobs, sampled.sampling_logprobs, sampled.tempered_logprobs)
     bits = [jax.lax.bitcast_convert_type(leaf, jnp.int32) for leaf in logprobs]
     last = jnp.where(is_active, sampled.tokens, tokens)
@@ -265,21 +239,25 @@ def engine_steps(load: Workload, options: Options | None = None) -> Dispatch:
     states = [state]
 
     def dispatch() -> Any:
-        states[0], sampled = engine.generate(weights, states[0])
+        states[0], sampled = engine.generate(weights, states[0], has_filters=False)
         return sampled
 
     return dispatch
 
 
-def unbranched_steps(load: Workload) -> Dispatch:
-    """Return the engine's decode step with sampling that has no branches."""
+def branched_steps(load: Workload) -> Dispatch:
+    """Return the engine's decode step with sampling that branches, as on a CPU."""
     dispatch = engine_steps(load)
 
-    def dispatch_with_prototype() -> Any:  # the first call traces the program
-        with mock.patch.object(programs, "sample", sample_without_branches):
+    def sample_with_branches(*inputs: Any) -> Sampled:
+        *others, _ = inputs  # the last one is the work of a program without branches
+        return sampling.sample(*others)
+
+    def dispatch_with_branches() -> Any:  # the first call traces the program
+        with mock.patch.object(programs, "sample", sample_with_branches):
             return dispatch()
 
-    first = [dispatch_with_prototype]
+    first = [dispatch_with_branches]
     return lambda: first.pop()() if first else dispatch()
 
 
@@ -323,6 +301,6 @@ def bytes_per_step(load: Workload) -> float:
 
 STEPS: dict[str, Callable[[Workload], Dispatch]] = {
     "generate": engine_steps,
-    "unbranched": unbranched_steps,
+    "branched": branched_steps,
     "merged": merged_steps,
 }

@@ -76,7 +76,7 @@ def sequences_of(
     """
     from lightning_jax.rl.sequence import TrainingSequence
 
-    rng, found = random.Random(0), []
+    rng, sequences = random.Random(0), []
     logprob = -math.log(vocab_size)  # near that of random weights, so that no ratio is cut
     response = targets // branches
     # The model reads all tokens but a response's last one.
@@ -88,7 +88,7 @@ def sequences_of(
     for row in range(rows):
         first = (row, *ids(prompt - 1))
         for branch in range(branches):
-            found.append(
+            sequences.append(
                 TrainingSequence(
                     first,
                     (branch, *ids(response - 1)),
@@ -97,7 +97,7 @@ def sequences_of(
                     weight=1 / (rows * targets),
                 )
             )
-    return found
+    return sequences
 
 
 def work_of(batches: Sequence[Any]) -> Work:
@@ -403,12 +403,12 @@ def _attention(setting: Setting) -> Iterator[Figure]:
 # Rounding.
 
 
-def relative_error(found: Any, expected: Any) -> float:
+def relative_error(actual: Any, expected: Any) -> float:
     """Return the norm of the difference of two trees of arrays over the norm of the second."""
     import jax
     import numpy as np
 
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     error = total = 0.0
     for left, right in pairs:
         right = np.asarray(right, np.float64)

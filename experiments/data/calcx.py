@@ -13,6 +13,7 @@ from typing import Any
 from dataset_files import require_text
 from generated_problems import generated_problems
 
+from lightning_jax.settings.loading import import_optional
 from lightning_jax.settings.schema import Count
 from lightning_jax.train.tasks.record_files import DatasetError, Record, read_records
 from lightning_jax.types import Task
@@ -117,14 +118,14 @@ def _rows(folder: Path, split: str) -> Iterator[tuple[str, Record]]:
 
 
 def _files(folder: Path, split: str) -> list[Path]:
-    found = [
+    paths = [
         path
         for name in _NAMES[split]
         for pattern in (f"{name}[-.]*.parquet", f"{name}.parquet", f"{name}*.jsonl")
         for path in sorted(folder.glob(pattern))
     ]
     compact = [folder / f"{name}.jsonl.gz" for name in _NAMES[split]]
-    return found + [path for path in compact if path.is_file()]
+    return paths + [path for path in compact if path.is_file()]
 
 
 def _read(path: Path) -> Iterator[tuple[str, Record]]:
@@ -139,18 +140,10 @@ def _numbered(rows: Any, prefix: str = "row ") -> Iterator[tuple[str, Record]]:
 
 def _parquet(path: Path) -> Iterator[Record]:
     """Yield the rows without empty fields, reading one batch at a time."""
+    parquet = import_optional("pyarrow.parquet", "pyarrow>=20")  # as in the extra calcx
+    pyarrow = import_optional("pyarrow", "pyarrow>=20")
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DatasetError(
-            f"{path} is a parquet file, which pyarrow reads ({error}); install it with the extra "
-            "calcx: pip install -e '.[calcx]'",
-            reason="missing",
-            key="pyarrow",
-        ) from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     yield {k: v for k, v in row.items() if v is not None or k == "result"}

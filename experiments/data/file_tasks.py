@@ -76,10 +76,10 @@ def _solution(task: Task) -> str:
 
 def write_task(folder: Path, level: int, word: str, old: str, new: str) -> None:
     """Write one task folder."""
-    asked = f"Copy {old} to {new}." if level else f"Write the word {word} to {new}."
+    instruction = f"Copy {old} to {new}." if level else f"Write the word {word} to {new}."
     test = TEST.format(path=f"/app/{new}", expected=shlex.quote(word))
     files = {
-        "instruction.md": f"{asked}\n",
+        "instruction.md": f"{instruction}\n",
         "task.toml": TOML.format(level=level),
         "environment/Dockerfile": "FROM debian:stable-slim\nWORKDIR /app\n"
         + (f"COPY {old} .\n" if level else ""),

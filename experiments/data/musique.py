@@ -122,8 +122,8 @@ def corpus_of(root: str | Path | None, cache_dir: str | Path) -> Path:
             for paragraph in _released_paragraphs(files):
                 file.write(json.dumps(paragraph, ensure_ascii=False) + "\n")
 
-    made = make_directory(cache / f"musique-corpus-{digest.hexdigest()[:12]}", fill)
-    return made / _CORPUS
+    directory = make_directory(cache / f"musique-corpus-{digest.hexdigest()[:12]}", fill)
+    return directory / _CORPUS
 
 
 @dataclass(frozen=True)

@@ -159,18 +159,18 @@ def _row(
     described = hops[0].subject
     for hop in hops[:-1]:
         described = hop.relation.noun.format(described)
-    asked = [rng.choice(hop.relation.questions) for hop in hops]
+    questions = [rng.choice(hop.relation.questions) for hop in hops]
     about = [hops[0].subject, *(f"#{number}" for number in range(1, len(hops)))]
     return {
         "id": f"{len(hops)}hop_generated_{split}_{index:03d}",
-        "question": asked[-1].format(described),
+        "question": questions[-1].format(described),
         "answer": hops[-1].object,
         "answer_aliases": [],
         "hops": len(hops),
         "supporting": [pids[hop.subject] for hop in hops],
         "decomposition": [
             {"question": text.format(who), "answer": hop.object, "pid": pids[hop.subject]}
-            for text, who, hop in zip(asked, about, hops, strict=True)
+            for text, who, hop in zip(questions, about, hops, strict=True)
         ],
         "split": split,
     }

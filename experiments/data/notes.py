@@ -29,14 +29,14 @@ def load_notes(
     """
     require_no_root(root, "notes")
     rng = random.Random(0)
-    found: dict[tuple[str, frozenset[str]], Task] = {}
-    while len(found) < NUM_TRAIN + NUM_DEV:
+    by_words: dict[tuple[str, frozenset[str]], Task] = {}
+    while len(by_words) < NUM_TRAIN + NUM_DEV:
         topic, words = rng.choice(TOPICS), rng.sample(WORDS, 2)
         question = (
             f"Write one short sentence about {topic}. Use the words {words[0]} and {words[1]}."
         )
         task = {"question": question, "topic": topic, "words": words}
-        found.setdefault((topic, frozenset(words)), task)
-    tasks = list(found.values())
+        by_words.setdefault((topic, frozenset(words)), task)
+    tasks = list(by_words.values())
     tasks = tasks[:NUM_DEV] if split == "dev" else tasks[NUM_DEV:]
     return [{"id": f"{split}{i}", **task} for i, task in enumerate(tasks)], {}

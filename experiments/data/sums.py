@@ -25,9 +25,9 @@ def load_sums(
     pairs = [rng.sample((a, b), 2) for a in numbers for b in numbers if a <= b]
     rng.shuffle(pairs)
     num_dev = int(DEV_SHARE * len(pairs))
-    found = pairs[:num_dev] if split == "dev" else pairs[num_dev:]
+    chosen = pairs[:num_dev] if split == "dev" else pairs[num_dev:]
     tasks = [
         {"id": f"{split}{i}", "question": f"What is {a} + {b}?", "answer": a + b}
-        for i, (a, b) in enumerate(found)
+        for i, (a, b) in enumerate(chosen)
     ]
     return tasks, {}

@@ -7,15 +7,28 @@ import argparse
 import difflib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Ge, Le
 
 from lightning_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from lightning_jax.train.config import Config
 
 Index = Annotated[int, Ge(0), Le(2**31 - 1)]
 AtLeastOne = Annotated[int, Ge(1), Le(2**31 - 1)]
@@ -100,6 +113,19 @@ class Command(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunCommand(Command):
+    """Command that reads a run."""
+
+    run_dir: Path = argument("RUN", "a run directory")
+
+    def require_run(self) -> None:
+        """Raise ConfigError unless the directory has the settings and the store of a run."""
+        from lightning_jax.train.directory import SETTINGS, STORE, require_run
+
+        require_run(self.run_dir, SETTINGS, STORE)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SettingsCommand(Command):
     """Command that reads files and settings."""
 
@@ -128,6 +154,13 @@ class SettingsCommand(Command):
                 key="FILE",
             )
         return layers
+
+    def load_config(self, folder: Path = Path(), *, only: Sequence[str] | None = None) -> "Config":
+        """Return the settings of `layers`, or some sections of them. Raises ConfigError."""
+        from lightning_jax.settings import load_config
+        from lightning_jax.train.config import Config
+
+        return load_config(Config, self.layers(folder), only=only)
 
 
 def _reader(hint: Any) -> dict[str, Any]:

@@ -2,17 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, closing
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
 
-from lightning_jax.cli.policy_command import EvalArguments
+from lightning_jax.cli.commands.without_training import Eval
+from lightning_jax.cli.try_agent import run_agent
 from lightning_jax.rollouts.results.compare_tasks import Rewards, compare_tasks
 from lightning_jax.rollouts.results.failures import FailureWatch
 from lightning_jax.rollouts.results.metrics import split_by
-from lightning_jax.rollouts.runner import Runner
 from lightning_jax.settings import ConfigError
 from lightning_jax.studio.comparison_tables import comparison_table
 from lightning_jax.studio.evaluation import (
@@ -27,14 +26,14 @@ from lightning_jax.studio.terminal import as_terminal
 from lightning_jax.system.text import printable
 from lightning_jax.traces.store import TemporaryStore
 from lightning_jax.train.config import Config
-from lightning_jax.train.loop.inference import PolicySource, open_runner, run_tasks
+from lightning_jax.train.loop.inference import PolicySource, open_runner
 from lightning_jax.train.tasks.data import evenly_spaced, load_tasks
 from lightning_jax.train.tasks.task_files import read_tasks
 from lightning_jax.train.watch.report import failure_table
-from lightning_jax.types import Rollout, Task
+from lightning_jax.types import Task
 
 
-def evaluate(config: Config, source: PolicySource, command: EvalArguments) -> None:
+def evaluate(config: Config, source: PolicySource, command: Eval) -> None:
     """Score the policy and print a table.
 
     Raises UserError if the settings, the tasks or the earlier results are unusable, or if the agent
@@ -51,24 +50,23 @@ def evaluate(config: Config, source: PolicySource, command: EvalArguments) -> No
         how = "sampled as in training"
     repeats = f" x {command.repeats}" * (command.repeats > 1)
     what = f"{len(tasks)}{repeats} tasks ({command.tasks}), {how}"
-    console.print(f"{label} on {what}", markup=False, soft_wrap=True)
+    print(f"{label} on {what}", flush=True)
     with closing(TemporaryStore()) as store:
+        phase, number = "train" if command.sampled else "eval", command.repeats
         opened = open_runner(config, source, store, tasks)
-        rollouts = asyncio.run(_rollouts(opened, tasks, command))
+        rollouts, _ = asyncio.run(run_agent(opened, tasks, phase, 0, number))
         FailureWatch(store).observe(rollouts, "the evaluation")
         calls = count_calls(store, rollouts)
         of_rollouts = [task for task in tasks for _ in range(len(rollouts) // len(tasks))]
         parts = {"all": list(rollouts)} | split_by(config.eval.by, of_rollouts, rollouts)
         table = as_terminal(evaluation_table(parts, calls), console.width)
         console.print("", table, "", sep="\n")
-        console.print(failure_table(store), markup=False, soft_wrap=True)
-        for note in learning_notes(rollouts, calls):
-            console.print(note, markup=False, soft_wrap=True)
+        print(failure_table(store), *learning_notes(rollouts, calls), sep="\n")
     results = task_results(rollouts, calls)
-    console.print(f"{time.monotonic() - started:.0f} s")
+    print(f"{time.monotonic() - started:.0f} s")
     if save is not None:
         write_results(save, results)
-        console.print(f"saved in {command.save}", markup=False, soft_wrap=True)
+        print(f"saved in {command.save}")
     if before is not None:
         name, rewards = before
         after: Rewards = {result.id: result.rewards for result in results}
@@ -77,7 +75,7 @@ def evaluate(config: Config, source: PolicySource, command: EvalArguments) -> No
         console.print("", as_terminal(grid, console.width), sep="\n")
 
 
-def select_tasks(config: Config, command: EvalArguments) -> list[Task]:
+def select_tasks(config: Config, command: Eval) -> list[Task]:
     """Return the tasks to run, evenly spaced. By default they are those that a run evaluates."""
     if command.tasks not in ("dev", "train"):
         tasks = read_tasks(Path(command.tasks))
@@ -96,11 +94,3 @@ def _check_save(path: Path | None) -> None:
         reason="invalid",
         key="--save",
     )
-
-
-async def _rollouts(
-    opened: AbstractAsyncContextManager[Runner], tasks: Sequence[Task], command: EvalArguments
-) -> list[Rollout]:
-    phase = "train" if command.sampled else "eval"
-    async with opened as runner:
-        return await run_tasks(runner, tasks, phase, 0, command.repeats)

@@ -38,8 +38,8 @@ COMMANDS = {
     "plan": ("train", "Plan", "report the memory that a run needs on each device"),
     "learn": ("learn", "Learn", "train on the stored attempts of a run"),
     "rescore": ("runs", "Rescore", "score a run's rollouts by other rewards"),
-    "config": ("config", "ShowConfig", "print, search or check settings of a run"),
-    "help": ("troubleshooting", "Help", "show the help of a command, or what to do about a run"),
+    "config": ("help", "ShowConfig", "print, search or check settings of a run"),
+    "help": ("help", "Help", "show the help of a command, or what to do about a run"),
 }
 
 

@@ -94,8 +94,8 @@ def find_settings(words: Sequence[str]) -> list[Setting]:
             by_key.append(setting)
         elif all(p.search(f"{key} {setting.meaning} {setting.values}") for p in patterns):
             by_meaning.append(setting)
-    if found := by_key + by_meaning:
-        return found
+    if matches := by_key + by_meaning:
+        return matches
     similar = similar_keys("_".join(words), Config)
     return [setting for setting in settings if ".".join(setting.key) in similar]
 

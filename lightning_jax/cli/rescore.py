@@ -19,7 +19,7 @@ from lightning_jax.train.loop.rescored import Pair, rescored_groups, scored_pair
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RewardComparison:
     """Change of the rewards of stored rollouts."""
 
     num_groups: int  # with a rollout that its agent did not fail
@@ -43,7 +43,7 @@ def rescore(run_dir: Path, file: Path, *, phase: str, limit: int | None) -> None
         console.print("", as_terminal(by_evaluation(groups), console.width), sep="\n")
 
 
-def compare(groups: Sequence[Sequence[Pair]]) -> Comparison:
+def compare_rewards(groups: Sequence[Sequence[Pair]]) -> RewardComparison:
     """Return how the rewards of the rollouts of each group change."""
     correlations, flips, num_failed, num_groups = [], [], 0, 0
     for scored in (scored_pairs([group]) for group in groups):
@@ -52,11 +52,11 @@ def compare(groups: Sequence[Sequence[Pair]]) -> Comparison:
         num_failed += len(scored) - len(kept)
         before = [a or 0.0 for a, _ in kept]
         after = [b or 0.0 for _, b in kept]
-        if (found := rank_correlation(before, after)) is not None:
-            correlations.append(found)
+        if (correlation := rank_correlation(before, after)) is not None:
+            correlations.append(correlation)
         flips += flipped(before, after) if kept else []
     share = fmean(flips) if flips else None
-    return Comparison(num_groups, num_failed, tuple(correlations), share)
+    return RewardComparison(num_groups, num_failed, tuple(correlations), share)
 
 
 def _grid(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequence[Pair]]) -> Grid:
@@ -72,20 +72,20 @@ def _grid(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequence[Pair]])
         values = [r.reward for r in (pair[rollouts] for pair in pairs) if r.reward is not None]
         if values:
             rows.append((name, "", f"{fmean(values):.4f}", ""))
-    found = compare(groups)
-    notes = [f"rollouts: {len(pairs)} of {found.num_groups} groups"]
-    if found.num_failed:
+    change = compare_rewards(groups)
+    notes = [f"rollouts: {len(pairs)} of {change.num_groups} groups"]
+    if change.num_failed:
         failed = next(after for _, after in pairs if after.status != "scored")
         example = f"{failed.rollout_id}: {failed.reason}: {failed.detail}"
-        notes.append(f"failed by a component: {found.num_failed}, such as {example}")
-    if found.correlations:
-        of = f"{len(found.correlations)} groups in which both rewards differ"
+        notes.append(f"failed by a component: {change.num_failed}, such as {example}")
+    if change.correlations:
+        of = f"{len(change.correlations)} groups in which both rewards differ"
         notes.append(
-            f"rank correlation with the stored reward: {fmean(found.correlations):.3f} "
+            f"rank correlation with the stored reward: {fmean(change.correlations):.3f} "
             f"(mean over {of})"
         )
-    if found.flip_share is not None:
-        notes.append(f"rollouts whose advantage changes its sign: {found.flip_share:.1%}")
+    if change.flip_share is not None:
+        notes.append(f"rollouts whose advantage changes its sign: {change.flip_share:.1%}")
     numbers = ("weight", "mean", "std")
     return Grid("", columns("component", *numbers, numbers=numbers), tuple(rows), tuple(notes))
 

@@ -9,16 +9,17 @@ import platform
 import select
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 from lightning_jax.system.process_state import handle_stop_signals
 
 STOPPED = "stopped; run the same command to resume from the last checkpoint"
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -46,25 +47,28 @@ def stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-@contextmanager
-def cancel_at_stop() -> Iterator[None]:
-    """Cancel the current task at the first Ctrl-C or SIGTERM; at the second, end the process.
+def run_until_stopped(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine. Raise CancelledError if Ctrl-C or SIGTERM has cancelled it.
 
-    It then ends without any cleanup. An ignored signal, as in background jobs, stays ignored.
+    A second signal ends the process without any cleanup. An ignored signal, as in background jobs,
+    stays ignored.
     """
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None, "a coroutine runs in a task"
     received: list[int] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        if received:
-            os.write(2, f"{STOPPED}\n".encode())
-            os._exit(130)
-        received.append(number)
-        loop.call_soon_threadsafe(task.cancel)
+    async def cancellable() -> T:
+        task, loop = asyncio.create_task(work), asyncio.get_running_loop()
 
-    with handle_stop_signals(stop):
-        yield
+        def stop(number: int, frame: FrameType | None) -> None:
+            if received:
+                os.write(2, f"{STOPPED}\n".encode())
+                os._exit(130)
+            received.append(number)
+            loop.call_soon_threadsafe(task.cancel)
+
+        with handle_stop_signals(stop):
+            return await task
+
+    return asyncio.run(cancellable())
 
 
 def is_unwritable(error: OSError) -> bool:

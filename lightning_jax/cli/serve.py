@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import logging
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import jax
 
-from lightning_jax.cli.config import ServerConfig
+from lightning_jax.cli.commands.serve import ServerConfig
 from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http.server import check_address
@@ -19,6 +18,7 @@ from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.memory import freeze_objects
+from lightning_jax.system.process_state import handle_stop_signals
 from lightning_jax.traces.store import Store
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ def _load(config: ServerConfig) -> Engine:
 
 
 async def _until_stopped(engine: Engine, drain_s: float, on_start: Callable[[], None]) -> None:
-    with _signals() as stop:
+    stop, event_loop = asyncio.Event(), asyncio.get_running_loop()
+    with handle_stop_signals(lambda *_: event_loop.call_soon_threadsafe(stop.set)):
         on_start()  # only now, so that a signal right after it ends the server in good order
         await stop.wait()
         if not (open_requests := engine.num_open):
@@ -81,17 +82,3 @@ async def _until_stopped(engine: Engine, drain_s: float, on_start: Callable[[], 
             task.cancel()
         if drained not in done:
             log.warning("%d requests were cancelled", engine.num_open)
-
-
-@contextmanager
-def _signals() -> Iterator[asyncio.Event]:
-    """Yield an event that SIGINT and SIGTERM set, instead of their usual effect."""
-    event, event_loop = asyncio.Event(), asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        event_loop.add_signal_handler(number, event.set)
-    try:
-        yield event
-    finally:
-        for number in numbers:
-            event_loop.remove_signal_handler(number)

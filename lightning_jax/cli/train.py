@@ -5,12 +5,12 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
-from lightning_jax.cli.runtime import cancel_at_stop, lack_of_memory
+from lightning_jax.cli.runtime import lack_of_memory, run_until_stopped
 from lightning_jax.errors import UserError
 from lightning_jax.studio.live.server import page_of
 from lightning_jax.system.text import printable, with_marked_lines
@@ -29,13 +29,6 @@ from lightning_jax.train.watch.report import (
     result_table,
 )
 from lightning_jax.types import Task
-
-T = TypeVar("T")
-
-
-async def _until_stop(training: Coroutine[Any, Any, T]) -> T:
-    with cancel_at_stop():
-        return await training
 
 
 def train_and_report(
@@ -57,8 +50,7 @@ def train_and_report(
     print(f"run directory: {label}", flush=True)
     try:
         make_page = page_of if has_page else None
-        training = train(config, train_tasks, dev_tasks, make_page=make_page)
-        rows = asyncio.run(_until_stop(training))
+        rows = run_until_stopped(train(config, train_tasks, dev_tasks, make_page=make_page))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except Exception as error:

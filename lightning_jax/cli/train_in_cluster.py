@@ -1,6 +1,13 @@
-"""A training run whose trainer's processes are placed in a cluster."""
+"""A training run whose trainer's processes are placed in a cluster.
+
+As a script, it is one of these processes: `lightning-jax`, which ends with the process that started
+it. Its standard input is a socket, which closes when that process ends, however that happens.
+"""
 
 import asyncio
+import os
+import sys
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +17,8 @@ from lightning_jax.cluster.trainers import Trainers
 from lightning_jax.train.config import ClusterConfig, Config
 from lightning_jax.train.directory import newest_checkpoint
 
-CHILD = "lightning_jax.cli.trainer_child"
+SCRIPT = "lightning_jax.cli.train_in_cluster"
+LOST = 1  # exit status of a process that has lost the one that started it
 
 
 def train_in_cluster(config: Config, layers: Sequence[str], *, has_page: bool) -> int:
@@ -52,4 +60,17 @@ def _words(
             f"distributed.process_id={index}",
         ]
     page = ["--studio"] if has_page and index == 0 else []
-    return ["-m", CHILD, "train", *page, *settings]
+    return ["-m", SCRIPT, "train", *page, *settings]
+
+
+def _exit_at_end_of_input() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(LOST)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_exit_at_end_of_input, daemon=True).start()
+    from lightning_jax.cli.main import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.rule import Rule
 
-from lightning_jax.cli.policy_command import TryArguments
+from lightning_jax.cli.commands.without_training import Try
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.settings import ConfigError, save_config
@@ -32,7 +32,7 @@ from lightning_jax.types import Rollout, Task
 MAX_TASK_CHARS = 400
 
 
-def try_agent(config: Config, source: PolicySource, command: TryArguments) -> int:
+def try_agent(config: Config, source: PolicySource, command: Try) -> int:
     """Run the agent on one task and print each rollout. Return 0 if all attempts are scored.
 
     The rollouts are kept only with `--record`. Raises UserError if the settings, the task or the
@@ -48,12 +48,12 @@ def try_agent(config: Config, source: PolicySource, command: TryArguments) -> in
     task = find_task(*load_tasks(config), command.task)
     agent = " ".join(config.agent.command or [str(config.agent.function)])
     text = cut(printable(json.dumps(task, ensure_ascii=False, default=str)), MAX_TASK_CHARS)
-    _say(console, f"{agent} on task {printable(task['id'])} with {label}: {text}")
+    print(f"{agent} on task {printable(task['id'])} with {label}: {text}", flush=True)
     with closing(TemporaryStore() if path is None else Store(path)) as store:
         phase, number = "eval" if command.greedy else "train", command.num_attempts
         step = store.next_step(phase)
         opened = open_runner(config, source, store, [task])
-        rollouts, tokenizer = asyncio.run(_attempts(opened, task, phase, step, number))
+        rollouts, tokenizer = asyncio.run(run_agent(opened, [task], phase, step, number))
         reader = RunReader(
             Path(store.path), store, config=config, tokenizer=tokenizer, has_credit=number > 1
         )
@@ -71,11 +71,11 @@ def try_agent(config: Config, source: PolicySource, command: TryArguments) -> in
         usage = usage_of(pairs, config.rollout, config.serve, is_remote_policy=is_remote)
         needed = needed_settings(usage, config.rollout, config.serve, config.batch)
         for line in _summary(store, rollouts, command.greedy) + need_lines(usage, needed):
-            _say(console, line)
+            print(line)
     if path is not None:
         save_config(config, recorded_settings(path))
         quoted = shlex.quote(str(command.record))
-        _say(console, f"recorded; show it again with: lightning-jax view {quoted} ROLLOUT")
+        print(f"recorded; show it again with: lightning-jax view {quoted} ROLLOUT")
     return 0 if all(done.status == "scored" for done in rollouts) else 1
 
 
@@ -101,11 +101,16 @@ def find_task(train_tasks: Sequence[Task], dev_tasks: Sequence[Task], name: str 
     )
 
 
-async def _attempts(
-    opened: AbstractAsyncContextManager[Runner], task: Task, phase: str, step: int, number: int
+async def run_agent(
+    opened: AbstractAsyncContextManager[Runner],
+    tasks: Sequence[Task],
+    phase: str,
+    step: int,
+    number: int,
 ) -> tuple[list[Rollout], Tokenizer]:
+    """Return `number` rollouts of each task, and the tokenizer of who answered their calls."""
     async with opened as runner:
-        rollouts = await run_tasks(runner, [task], phase, step, number)
+        rollouts = await run_tasks(runner, tasks, phase, step, number)
         return rollouts, runner.gateway.engine.tokenizer
 
 
@@ -119,7 +124,3 @@ def _summary(store: Store, rollouts: Sequence[Rollout], is_greedy: bool) -> list
     are_equal = len(rewards) > 1 and len(set(rewards)) == 1 and not is_greedy
     calls = count_calls(store, rollouts)
     return lines + learning_notes(rollouts, calls, has_equal_rewards=are_equal)
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_jax.errors import UserError
 from lightning_jax.settings import ConfigError
-from lightning_jax.system.packages import is_installed
+from lightning_jax.settings.loading import is_installed
 from lightning_jax.system.text import in_one_line
 from lightning_jax.train.config import AUTO_CLUSTER, LOCAL_CLUSTER, ClusterConfig
 

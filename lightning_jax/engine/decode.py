@@ -99,7 +99,13 @@ class Stepper:
         number = 1 if is_single or number < most else most
         longest = int(self._positions[slots].max()) + number
         state, sampled = self._programs.generate(
-            params, state, longest, adjustment, slots=list(requests), steps=number
+            params,
+            state,
+            longest,
+            adjustment,
+            slots=list(requests),
+            steps=number,
+            has_filters=any(request.sampling.has_filters for request in requests.values()),
         )
         self._positions[slots] += number
         for request in requests.values():

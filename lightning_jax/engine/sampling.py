@@ -2,9 +2,14 @@
 
 Nothing here sorts: on a CPU, sorting 16 x 49,152 logits takes longer than the whole forward pass. A
 filter keeps the logits above a threshold, which is found by bisection on the bits of the float.
+
+On a CPU, branches skip work that no row needs. Other devices would wait at each branch until the
+host has read its condition, so their programs have none. The host, which knows what the requests
+ask for, chooses among programs with and without filters and likeliest tokens.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +44,7 @@ class Sampled:
     sampling_logprobs: Leaf  # float32 [S], of the sampling distribution; 0 if greedy
     # float32 [S], of the policy at the row's temperature (1 if greedy), unfiltered and unbiased
     tempered_logprobs: Leaf
-    likeliest: Likeliest | None = None  # adjusted steps only; zeros if no request asks for it
+    likeliest: Likeliest | None = None  # adjusted steps only; zeros or None if no request asks
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +55,14 @@ class Adjustment:
     allowed: Leaf  # uint8 [S, V/8], 8 tokens a byte, lowest bit first; all ones: no mask
     has_likeliest: Leaf  # bool, True to return the likeliest tokens
     bias: Leaf = None  # float32 [S, V], added before the mask; None: no row has one
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of a sampling program without branches. It is done for all rows or for none."""
+
+    filters: bool = False  # False: no row filters
+    likeliest: bool = False  # of a step with an adjustment
 
 
 def unpack_mask(packed: UInt8[Array, "S V8"], vocab_size: int) -> Bool[Array, "S V"]:
@@ -73,13 +86,14 @@ def sample(
     top_k: Int32[Array, " S"],
     min_p: Float[Array, " S"],
     adjustment: Adjustment | None = None,
+    work: Work | None = None,
 ) -> Sampled:
     """Sample one token per row with the row's own key, so that no row affects another.
 
     Filters apply in this order: bias, mask, temperature, top_k, top_p, min_p. Logits equal to the
     last one kept are kept, too. Each row must have a token that neither a bias of -inf nor the mask
-    forbids. Work that no row needs is skipped: the draw if all rows are greedy, the thresholds if
-    no row filters, and the likeliest tokens.
+    forbids. Branches skip what no row needs: the draw if all rows are greedy, the thresholds if no
+    row filters, and the likeliest tokens. With `work` there are no branches.
     """
     logits = logits.astype(jnp.float32)
     biased = logits
@@ -99,31 +113,42 @@ def sample(
         return _draw(scaled, uniform)
 
     def filter_and_draw(scaled: Float[Array, "S V"]) -> _Drawn:
-        keep = keep_mask(scaled, top_p, top_k, min_p) | ~filtered[:, None]
+        keep = keep_mask(scaled, top_p, top_k, min_p, has_loop=work is None)
+        keep |= ~filtered[:, None]
         return _draw(jnp.where(keep, scaled, -jnp.inf), uniform)
 
     def nothing(scaled: Float[Array, "S V"]) -> _Drawn:
         return jnp.zeros(len(scaled), jnp.int32), jnp.zeros(len(scaled), jnp.float32)
 
-    kind = jnp.where(jnp.any(filtered), 2, jnp.where(jnp.all(greedy), 0, 1))
-    drawn, drawn_logprobs = jax.lax.switch(kind, (nothing, draw, filter_and_draw), scaled)
+    if work is None:
+        kind = jnp.where(jnp.any(filtered), 2, jnp.where(jnp.all(greedy), 0, 1))
+        drawn, drawn_logprobs = jax.lax.switch(kind, (nothing, draw, filter_and_draw), scaled)
+    else:
+        drawn, drawn_logprobs = filter_and_draw(scaled) if work.filters else draw(scaled)
     tokens = jnp.where(greedy, jnp.argmax(biased, axis=-1).astype(jnp.int32), drawn)
     behavior = _logprobs(logits, tokens)
-    tempered = jax.lax.cond(
-        jnp.all(divisor == 1.0),
-        lambda: behavior,
-        lambda: jnp.where(divisor[:, 0] == 1.0, behavior, _logprobs(logits / divisor, tokens)),
-    )
+
+    def temper() -> Float[Array, " S"]:
+        return jnp.where(divisor[:, 0] == 1.0, behavior, _logprobs(logits / divisor, tokens))
+
+    if work is None:
+        tempered = jax.lax.cond(jnp.all(divisor == 1.0), lambda: behavior, temper)
+    else:
+        tempered = temper()
     return Sampled(
         tokens=tokens,
         behavior_logprobs=behavior,
         sampling_logprobs=jnp.where(greedy, 0.0, drawn_logprobs),
         tempered_logprobs=tempered,
-        likeliest=None if adjustment is None else _asked_likeliest(logits, adjustment),
+        likeliest=None if adjustment is None else _asked_likeliest(logits, adjustment, work),
     )
 
 
-def _asked_likeliest(logits: Float[Array, "S V"], adjustment: Adjustment) -> Likeliest:
+def _asked_likeliest(
+    logits: Float[Array, "S V"], adjustment: Adjustment, work: Work | None
+) -> Likeliest | None:
+    if work is not None:
+        return likeliest(logits) if work.likeliest else None
     shapes = jax.eval_shape(likeliest, logits)
 
     def nothing(_: Float[Array, "S V"]) -> Likeliest:
@@ -145,20 +170,23 @@ def keep_mask(
     top_p: Float[Array, " S"],
     top_k: Int32[Array, " S"],
     min_p: Float[Array, " S"],
+    *,
+    has_loop: bool = True,
 ) -> Bool[Array, "S V"]:
     """Return True for tokens kept by top_k, then top_p of the rest, then min_p.
 
-    At least one per row.
+    At least one per row. Thresholds are found with or without a loop.
     """
+    threshold = partial(_threshold, has_loop=has_loop)
     ranks = _sortable(scaled)
     vocab = scaled.shape[-1]
     k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab).astype(jnp.float32)
-    keep = ranks >= _threshold(ranks, jnp.ones_like(scaled), k)[:, None]
+    keep = ranks >= threshold(ranks, jnp.ones_like(scaled), k)[:, None]
     weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
     kept_weights = jnp.where(keep, weights, 0.0)
     # At top_p 1 the sum may miss the target because of rounding, so such rows skip this filter.
     top_p = jnp.maximum(top_p, SMALLEST_TOP_P)
-    nucleus = _threshold(ranks, kept_weights, top_p * jnp.sum(kept_weights, axis=-1))
+    nucleus = threshold(ranks, kept_weights, top_p * jnp.sum(kept_weights, axis=-1))
     keep &= (ranks >= nucleus[:, None]) | (top_p >= 1)[:, None]
     return keep & (weights >= min_p[:, None])  # the largest weight is 1
 
@@ -173,12 +201,16 @@ def _sortable(values: Float[Array, "S V"]) -> UInt32[Array, "S V"]:
 
 
 def _threshold(
-    ranks: UInt32[Array, "S V"], weights: Float[Array, "S V"], target: Float[Array, " S"]
+    ranks: UInt32[Array, "S V"],
+    weights: Float[Array, "S V"],
+    target: Float[Array, " S"],
+    *,
+    has_loop: bool,
 ) -> UInt32[Array, " S"]:
     """Return the largest rank such that the tokens at or above it weigh at least `target` in total.
 
-    It is found bit by bit from the top. Ranks 7 5 5 2 with weights 1 1 1 1 and target 2 give 5,
-    which keeps three tokens.
+    It is found bit by bit from the top, in a loop or in as many steps without one. Ranks 7 5 5 2
+    with weights 1 1 1 1 and target 2 give 5, which keeps three tokens.
     """
 
     def try_bit(index: Int32[Array, ""], prefix: UInt32[Array, " S"]) -> UInt32[Array, " S"]:
@@ -186,7 +218,9 @@ def _threshold(
         weight = jnp.sum(jnp.where(ranks >= candidate[:, None], weights, 0.0), axis=-1)
         return jnp.where(weight >= target, candidate, prefix)
 
-    return jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(len(ranks), jnp.uint32))
+    return jax.lax.fori_loop(
+        0, 32, try_bit, jnp.zeros(len(ranks), jnp.uint32), unroll=None if has_loop else 32
+    )
 
 
 def _draw(scaled: Float[Array, "S V"], uniform: Float[Array, "S 2"]) -> _Drawn:

@@ -36,6 +36,11 @@ class SamplingParams:
     shown_ids: tuple[int, ...] = ()  # special tokens whose text is part of the response's text
     continues_text: bool = False  # the response's text continues the prompt's, first blank included
 
+    @property
+    def has_filters(self) -> bool:
+        """True if unlikely tokens are never sampled."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
     def __post_init__(self) -> None:
         biases = [-100.0 <= bias <= 100.0 and token >= 0 for token, bias in self.logit_bias]
         rules = (

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_jax.errors import UserError
-from lightning_jax.system.packages import import_optional
+from lightning_jax.settings.loading import import_optional
 from lightning_jax.types import Task
 
 MAX_SIZE = 2**20  # tasks of a level; seeds of levels and splits are this far apart

@@ -18,8 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_jax.errors import UserError
-from lightning_jax.settings.loading import indices_of
-from lightning_jax.system.packages import import_optional
+from lightning_jax.settings.loading import import_optional, indices_of
 from lightning_jax.types import LLM, Task
 
 UNREACHABLE = ("ProviderError", "InterceptionError")  # errors that are not the policy's fault

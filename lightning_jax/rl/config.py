@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from lightning_jax.settings.loading import ModelServer
 from lightning_jax.settings.schema import (
     DERIVED,
     Count,
@@ -26,7 +27,6 @@ from lightning_jax.settings.schema import (
     section,
     shown_as,
 )
-from lightning_jax.traces.config import ModelServer
 
 
 def _named(choice: Any) -> Any:

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from lightning_jax.models.policies import INITIAL
 from lightning_jax.rl.config import Choice, is_custom
 from lightning_jax.settings import ConfigError
+from lightning_jax.settings.loading import ModelServer
 from lightning_jax.settings.schema import (
     PLAIN_URL,
     Count,
@@ -34,7 +35,6 @@ from lightning_jax.settings.schema import (
     section,
 )
 from lightning_jax.system.clock import backoff_s
-from lightning_jax.traces.config import ModelServer
 
 MAX_VARIABLE = 2**17  # bytes of NAME=value and its terminator, a limit of Linux
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from lightning_jax.errors import UserError
@@ -89,20 +88,21 @@ def one_sentence(error: Exception) -> str:
 
 
 def as_config_error(
-    error: OmegaConfBaseException | ValidationError,
+    error: Exception,
     schema: type,
     argument_of: Callable[[str], Argument | None],
 ) -> ConfigError:
     """Return the error of settings that refer to no setting, or that `schema` does not allow.
 
-    It names the argument, unless a value is of the right type and only out of its range.
+    `error` is OmegaConf's or pydantic's. The sentence names the argument, unless a value is of the
+    right type and only out of its range.
     """
-    if isinstance(error, OmegaConfBaseException):
-        key, reason = error.full_key or "", "unresolved"
-        sentence = one_sentence(error) + r"; write \${...} for a variable of a shell"
-    else:
+    if isinstance(error, ValidationError):
         wrong = field_error(error)
         key, reason, sentence = wrong.key or "", wrong.reason, str(wrong)
+    else:
+        key, reason = getattr(error, "full_key", None) or "", "unresolved"
+        sentence = one_sentence(error) + r"; write \${...} for a variable of a shell"
     argument = argument_of(key) if reason in ("unresolved", UNKNOWN_KEY, "wrong_type") else None
     if reason == UNKNOWN_KEY:
         reason, sentence = "unknown", _unknown(key, schema)
@@ -127,12 +127,12 @@ def similar_keys(key: str, schema: type) -> list[str]:
     what other programs call so, else keys that it abbreviates (`lr`) or shortens (`epochs`), else
     one with a similar spelling.
     """
-    known = list(section_keys(schema))
+    settings = list(section_keys(schema))
     section, _, name = key.rpartition(".")
     words = set(name.split("_"))
 
     def those(fits: Callable[[str, str], bool]) -> list[str]:
-        keys = [other for other in known if fits(*other.rpartition(".")[::2])]
+        keys = [other for other in settings if fits(*other.rpartition(".")[::2])]
         keys.sort(key=lambda other: (other.rpartition(".")[0] != section, len(other), other))
         return keys[:3]
 
@@ -143,17 +143,17 @@ def similar_keys(key: str, schema: type) -> list[str]:
                 leaf == name or (above == section != "" and leaf.startswith(f"{name}_"))
             )
         )
-        or [other for other in aliases if other in known]
+        or [other for other in aliases if other in settings]
         or those(lambda _, leaf: len(name) > 1 and name == re.sub(r"_?(.)[^_]*", r"\1", leaf))
         or those(lambda _, leaf: words < set(leaf.split("_")))
-        or _similar_spelling(key, known)
+        or _similar_spelling(key, settings)
     )
 
 
-def _similar_spelling(key: str, known: Sequence[str]) -> list[str]:
+def _similar_spelling(key: str, settings: Sequence[str]) -> list[str]:
     """Return the key with the most similar spelling, of the same section if there is one."""
     section, _, name = key.rpartition(".")
-    if section not in known:
-        return difflib.get_close_matches(key, known, 1)
-    leaves = [leaf for above, _, leaf in (k.rpartition(".") for k in known) if above == section]
+    if section not in settings:
+        return difflib.get_close_matches(key, settings, 1)
+    leaves = [leaf for above, _, leaf in (k.rpartition(".") for k in settings) if above == section]
     return [f"{section}.{leaf}" for leaf in difflib.get_close_matches(name, leaves, 1)]

@@ -1,4 +1,4 @@
-"""Functions and programs that settings name, and splits of tasks.
+"""Functions, programs, packages and servers that settings name, and splits of tasks.
 
 A function is FILE:FUNCTION or, if saved, MODULE:FUNCTION.
 """
@@ -7,16 +7,21 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import os
 import random
+import re
+import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from lightning_jax.errors import UserError
 from lightning_jax.settings.errors import ConfigError
 from lightning_jax.settings.paths import file_of
+from lightning_jax.settings.schema import Rule, Section, section
 
 _loaded: dict[str, ModuleType] = {}  # modules by path and modification time
 Item = TypeVar("Item")
@@ -71,6 +76,70 @@ def find_program(program: str, key: str) -> str:
             key=key,
         )
     return path
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a top-level module can be imported, without importing it.
+
+    A folder of its name, such as the ./wandb that a run of W&B leaves, is not the package.
+    """
+    if module in sys.modules:
+        return True
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
+def import_optional(module: str, requirement: str) -> ModuleType:
+    """Import a module of a package that is not always installed.
+
+    `requirement` is what pip installs, such as verifiers>=0.4. Raises UserError if the package, or
+    one that it imports, is missing.
+    """
+    top = module.partition(".")[0]
+    try:
+        if not is_installed(top):
+            raise ModuleNotFoundError(name=top)
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{error.name} is not installed; run pip install {shlex.quote(requirement)}.",
+            reason="not_installed",
+            key=re.split("[<>=]", requirement)[0],
+        ) from error
+
+
+@section
+class ModelServer(Section):
+    """Model that an OpenAI-compatible server may answer for, to which the run brings the key."""
+
+    served_model: str | None = None
+    """For a URL: model to request."""
+    api_key_env: str | None = None
+    """For a URL: environment variable with the key."""
+
+    @property
+    def url(self) -> str | None:
+        """Return the URL of the server, or None if no other server answers."""
+        raise NotImplementedError
+
+    def rules(self) -> Iterator[Rule]:
+        is_named, has_url = self.served_model is not None, self.url is not None
+        yield "served_model", is_named == has_url, "expected the model of a URL, else none"
+        has_use = has_url or self.api_key_env is None
+        yield "api_key_env", has_use, "expected none, because only a URL needs a key"
+
+    @property
+    def key(self) -> str | None:
+        """Return the key of the server. Raises ConfigError if the variable is not set."""
+        if self.api_key_env is None:
+            return None
+        if key := os.environ.get(self.api_key_env):
+            return key
+        raise ConfigError(
+            f"the environment variable {self.api_key_env} of a model's key is not set; set it.",
+            reason="missing",
+            key=self.api_key_env,
+        )
 
 
 def _existing_file(reference: str, path: str) -> Path:

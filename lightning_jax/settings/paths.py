@@ -76,15 +76,10 @@ def _mapped(value: Any, kind: PathKind, change: Change) -> Any:
         return value if file is None else change(file) + value[len(file) :]
     if kind is PathKind.PROGRAM:
         return change(value) if "/" in value else value
-    return _mapped_name(value, change)
-
-
-def _mapped_name(value: str, change: Change) -> str:
-    """Change a path that exists or begins with a dot. Anything else may be the name of a model."""
     path = change(value)
     if value.startswith((".", "/")):
         return path if path.startswith((".", "/")) else os.path.join(".", path)
-    return path if os.path.exists(path) else value
+    return path if os.path.exists(path) else value  # which may be the name of a model
 
 
 def _mapped_command(value: Any, change: Change) -> Any:

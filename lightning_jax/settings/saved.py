@@ -4,8 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_jax.settings.errors import ConfigError, is_secret, one_sentence
@@ -20,11 +18,16 @@ def save_config(config: Any, path: Path) -> None:
     A function is written as MODULE:FUNCTION. Paths are absolute, so that the file can be read from
     anywhere.
     """
+    from omegaconf import OmegaConf
+
     write_whole(path, OmegaConf.to_yaml(OmegaConf.create(_as_saved(config))))
 
 
 def read_saved(path: Path) -> dict[str, Any]:
     """Return the settings that `save_config` wrote. Raises ConfigError for a damaged file."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
         if not saved or not isinstance(saved, dict):

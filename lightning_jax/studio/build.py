@@ -12,7 +12,7 @@ from lightning_jax.gateway.prompt.tool_formats import format_of, mark_ids, open_
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.rl.batches.packing import common_prefix
 from lightning_jax.rollouts.results.failures import failures
-from lightning_jax.studio.exchange import is_remote, remote_call
+from lightning_jax.studio.exchange import is_remote, last_longest, remote_call
 from lightning_jax.studio.records import (
     MAX_NAME_CHARS,
     CallView,
@@ -84,19 +84,19 @@ def view_rollout(
 def view_run(
     name: str,
     matching: Sequence[Rollout],
-    shown: Sequence[tuple[Rollout, Sequence[Span]]],
+    in_table: Sequence[tuple[Rollout, Sequence[Span]]],
     tasks: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> RunView:
-    """Return the table of the `shown` rollouts. Counts and failures are of all `matching` ones.
+    """Return the table of the rollouts `in_table`. Counts and failures are of all `matching` ones.
 
     `matching` is sorted newest first. `tasks` has the fields of tasks by rollout id.
     """
     return RunView(
         name=name,
         rows=tuple(
-            _row(rollout, spans, tasks.get(rollout.rollout_id, {})) for rollout, spans in shown
+            _row(rollout, spans, tasks.get(rollout.rollout_id, {})) for rollout, spans in in_table
         ),
-        num_left_out=len(matching) - len(shown),
+        num_left_out=len(matching) - len(in_table),
         counts=dict(Counter(rollout.status for rollout in matching)),
         failures=tuple(
             replace(failure, reason=printable(failure.reason), detail=printable(failure.detail))
@@ -164,27 +164,26 @@ def _calls(
     credit: StepCredit,
 ) -> dict[str, CallView]:
     """Return the calls by span id."""
-    shown = [span for span in spans if _holds_prompt(span) or is_remote(span)]
+    call_spans = [span for span in spans if _holds_prompt(span) or is_remote(span)]
     paths: dict[int, np.ndarray] = {}  # prompt and response by the number of the call
     messages: dict[int, tuple[str, ...]] = {}  # of calls that another server answered
-    found = {}
-    for number, span in enumerate(sorted(shown, key=call_order), start=1):
+    calls = {}
+    for number, span in enumerate(sorted(call_spans, key=call_order), start=1):
         if is_remote(span):
-            found[span.span_id], messages[number] = remote_call(span, number, messages)
+            calls[span.span_id], messages[number] = remote_call(span, number, messages)
             continue
         prompt = np.asarray(span.attributes[attributes.PROMPT_TOKEN_IDS], np.int64)
         response = np.asarray(span.attributes.get(attributes.RESPONSE_TOKEN_IDS, ()), np.int64)
-        shared = {earlier: common_prefix(path, prompt) for earlier, path in paths.items()}
-        longest = max(shared.values(), default=0)
-        with_call = max(n for n, size in shared.items() if size == longest) if longest else None
+        sizes = {earlier: common_prefix(path, prompt) for earlier, path in paths.items()}
+        longest, shares_with = last_longest(sizes)
         paths[number] = np.concatenate([prompt, response])
-        found[span.span_id] = replace(
+        calls[span.span_id] = replace(
             _call(span, number, longest, tokenizer, transitions.get(span.span_id)),
-            shares_with=with_call,
+            shares_with=shares_with,
             num_shared_tokens=longest,
             credit=credit.by_call.get(span.span_id),
         )
-    return found
+    return calls
 
 
 def _call(
@@ -212,7 +211,7 @@ def _call(
     logprobs = tuple(values.get(attributes.BEHAVIOR_LOGPROBS, ())) or (None,) * len(response)
     forced = tuple(values.get(attributes.FORCED, ())) or (False,) * len(response)
     versions = tuple(values.get(attributes.POLICY_VERSIONS, ())) or (None,) * len(response)
-    known = [logprob for logprob in logprobs if logprob is not None]
+    recorded = [logprob for logprob in logprobs if logprob is not None]
     return CallView(
         number=number,
         num_prompt_tokens=len(prompt),
@@ -221,7 +220,7 @@ def _call(
         tokens=tuple(map(TokenView, texts, logprobs, forced, versions)),
         tool_calls=tool_calls,
         finish_reason=", ".join(map(as_text, values.get(attributes.RESPONSE_FINISH_REASONS, ()))),
-        mean_logprob=float(np.mean(known)) if known else None,
+        mean_logprob=float(np.mean(recorded)) if recorded else None,
         versions=tuple(sorted(set(values.get(attributes.POLICY_VERSIONS, ())))),
         reward=transition.reward if transition else 0.0,
         agent=printable(transition.agent if transition else str(values.get(attributes.AGENT, ""))),
@@ -231,13 +230,13 @@ def _call(
     )
 
 
-def split_text(ids: Sequence[int], at: int, tokenizer: Tokenizer) -> tuple[str, str]:
-    """Return the text of the first `at` tokens and the rest of the text, with special tokens.
+def split_text(ids: Sequence[int], num_head: int, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the text of the first `num_head` tokens and the rest of the text, with special tokens.
 
     A character with bytes on both sides goes to the rest.
     """
     whole = tokenizer.decode(ids, skip_special=False)
-    head = tokenizer.decode(ids[:at], skip_special=False)
+    head = tokenizer.decode(ids[:num_head], skip_special=False)
     size = common_length(head, whole)
     return printable(whole[:size]), printable(whole[size:])
 
@@ -281,14 +280,17 @@ def _tool_calls(
 def _span(span: Span, depth: int, origin: int, calls: Mapping[str, CallView]) -> SpanView:
     start = max(span.start_ns, origin)
     call = calls.get(span.span_id)
-    kind = _kind(span)
+    kind, error = _kind(span), span.error
+    if error is not None:
+        reason = str(span.attributes.get(attributes.ERROR_TYPE, ""))
+        error = printable(": ".join(filter(None, (reason, error))))
     return SpanView(
         kind=kind,
         label=_label(span, kind, call),
         depth=depth,
         start_s=(start - origin) / 1e9,
         duration_s=max(span.end_ns - start, 0) / 1e9,
-        error=_error(span),
+        error=error,
         call=call,
         input=_first(span, INPUTS),
         output=_first(span, OUTPUTS),
@@ -327,14 +329,6 @@ def _label(span: Span, kind: Kind, call: CallView | None) -> str:
     return printable(span.name)
 
 
-def _error(span: Span) -> str | None:
-    """Return the error's reason and message, or None if nothing failed."""
-    if span.error is None:
-        return None
-    reason = str(span.attributes.get(attributes.ERROR_TYPE, ""))
-    return printable(f"{reason}: {span.error}" if reason and span.error else span.error or reason)
-
-
 def _first(span: Span, keys: Sequence[str]) -> str:
-    found = (span.attributes[key] for key in keys if span.attributes.get(key) not in (None, ""))
-    return next((as_text(value) for value in found), "")
+    values = (span.attributes[key] for key in keys if span.attributes.get(key) not in (None, ""))
+    return next(map(as_text, values), "")

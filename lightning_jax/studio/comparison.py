@@ -79,7 +79,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Groups of runs, each compared with the first."""
 
     groups: tuple[GroupView, ...]
@@ -87,10 +87,10 @@ class Comparison:
     pairs: tuple[Pair, ...]
 
 
-def compare(groups: Sequence[Group]) -> Comparison:
+def compare_groups(groups: Sequence[Group]) -> RunComparison:
     """Compare the groups with the first one. Raises ConfigError if a run is given twice."""
     names = group_names(groups)
-    return Comparison(
+    return RunComparison(
         tuple(GroupView(name, tuple(group)) for name, group in zip(names, groups, strict=True)),
         settings_table(groups, names),
         tuple(
@@ -120,24 +120,23 @@ def _short(names: Sequence[str]) -> str:
 def settings_table(groups: Sequence[Group], names: Sequence[str]) -> Grid:
     """Return the settings that differ between groups."""
     by_group = [[_compared(run) for run in group] for group in groups]
-    keys = sorted({key for group in by_group for found in group for key in found})
+    keys = sorted({key for group in by_group for settings in group for key in settings})
     rows = []
     for key in keys:
-        values = [dict.fromkeys(found.get(key, "") for found in group) for group in by_group]
-        cells = [", ".join(found) for found in values]
+        cells = [", ".join(dict.fromkeys(run.get(key, "") for run in group)) for group in by_group]
         is_only_seed = key == SEED and any(len(group) > 1 for group in groups)
         if len(set(cells)) > 1 and not is_only_seed:
             rows.append((key, *cells))
     notes = () if rows else ("all settings are equal",)
-    if any(not found for group in by_group for found in group):
+    if not all(settings for group in by_group for settings in group):
         notes += ("the settings of a run cannot be read",)
     return Grid("Settings that differ", columns("setting", *names), tuple(rows), notes)
 
 
 def _compared(run: RunSummary) -> dict[str, str]:
-    found = {key: printable(str(value)) for key, value in run.settings.items()}
-    found |= {f"content of {key}": digest[:8] for key, digest in run.sources.items()}
-    return {key: value for key, value in found.items() if key not in NOT_COMPARED}
+    settings = {key: printable(str(value)) for key, value in run.settings.items()}
+    settings |= {f"content of {key}": digest[:8] for key, digest in run.sources.items()}
+    return {key: value for key, value in settings.items() if key not in NOT_COMPARED}
 
 
 # Tasks
@@ -153,27 +152,27 @@ def _pair(first: Group, first_name: str, group: Group, name: str) -> Pair:
         return replace(pair, missing=f"{name if before else first_name} has no evaluation")
     common = (before.keys() & after.keys()) - {0}  # at step 0 both have the initial model
     old, new = (max(common),) * 2 if common else (max(before), max(after))
-    found = compare_tasks(before[old], after[new])
-    facts = task_facts(found, first_name, name)
+    tasks = compare_tasks(before[old], after[new])
+    facts = task_facts(tasks, first_name, name)
     if not has_seeds:
         facts.append(
             "one run each: a part of the difference may be the seed (pass seeds as RUN,RUN, or as "
             "one group of the page)"
         )
-    changes = [change for change in found.changes if change.change][:MAX_CHANGES]
-    wanted = {change.task_id for change in changes}
-    names_before, of_before = _attempts(first, old, wanted)
-    names_after, of_after = _attempts(group, new, wanted)
+    changes = [change for change in tasks.changes if change.change][:MAX_CHANGES]
+    task_ids = {change.task_id for change in changes}
+    names_before, of_before = _attempts(first, old, task_ids)
+    names_after, of_after = _attempts(group, new, task_ids)
     task_names = names_after | names_before
     return replace(
         pair,
         when=f"step {old}" if common else f"step {new} against step {old}",
-        verdict=_verdict(found, first_name, name),
+        verdict=_verdict(tasks, first_name, name),
         facts=tuple(facts),
-        num_won=found.num_won,
-        num_lost=found.num_lost,
-        num_equal=found.num_equal,
-        p_value=found.p_value,
+        num_won=tasks.num_won,
+        num_lost=tasks.num_lost,
+        num_equal=tasks.num_equal,
+        p_value=tasks.p_value,
         tasks=tuple(
             TaskRow(
                 task_names.get(change.task_id, printable(change.task_id)),
@@ -187,49 +186,49 @@ def _pair(first: Group, first_name: str, group: Group, name: str) -> Pair:
 
 
 def _attempts(
-    group: Group, step: int, wanted: set[str]
+    group: Group, step: int, task_ids: set[str]
 ) -> tuple[dict[str, str], dict[str, list[AttemptView]]]:
     """Return the names of tasks, and their attempts in the evaluation of a step, by task id."""
     names: dict[str, str] = {}
-    found: dict[str, list[AttemptView]] = defaultdict(list)
+    attempts: dict[str, list[AttemptView]] = defaultdict(list)
     for run in group:
         if not (run.directory / STORE).is_file():
             continue
         with closing(StoreListing(run.directory / STORE)) as listing:
             evaluated = listing.rollouts(Filter(phase="eval", step=step), limit=MAX_EVALUATED)
-            here = [rollout for rollout in evaluated if rollout.task_id in wanted]
+            here = [rollout for rollout in evaluated if rollout.task_id in task_ids]
             examples = {rollout.task_id: rollout.rollout_id for rollout in here}
             fields = listing.tasks(list(examples.values()))
         names |= {task: task_name(task, fields.get(name, {})) for task, name in examples.items()}
         for rollout in here:
-            found[rollout.task_id].append(attempt_view(rollout, run.key))
-    return names, found
+            attempts[rollout.task_id].append(attempt_view(rollout, run.key))
+    return names, attempts
 
 
-def task_facts(found: TaskComparison, before: str, after: str) -> list[str]:
+def task_facts(tasks: TaskComparison, before: str, after: str) -> list[str]:
     """Return the number of tasks, the change of the reward, and what the sign test says."""
-    facts = [f"{len(found.changes)} common tasks"]
-    if found.num_only_before or found.num_only_after:
+    facts = [f"{len(tasks.changes)} common tasks"]
+    if tasks.num_only_before or tasks.num_only_after:
         facts[0] += (
-            f"; {found.num_only_before} only in {before}, {found.num_only_after} only in {after}"
+            f"; {tasks.num_only_before} only in {before}, {tasks.num_only_after} only in {after}"
         )
-    if found.change_mean is not None:
-        chance = "rarely splits" if found.p_value < SIGNIFICANT else "may split"
+    if tasks.change_mean is not None:
+        chance = "rarely splits" if tasks.p_value < SIGNIFICANT else "may split"
         facts.append(
-            f"reward {found.change_mean:+.3f} ± {found.change_stderr:.3f}; {found.num_won} won, "
-            f"{found.num_lost} lost, {found.num_equal} equal; chance alone {chance} them so "
-            f"unevenly (sign test, p = {found.p_value:.2g})"
+            f"reward {tasks.change_mean:+.3f} ± {tasks.change_stderr:.3f}; {tasks.num_won} won, "
+            f"{tasks.num_lost} lost, {tasks.num_equal} equal; chance alone {chance} them so "
+            f"unevenly (sign test, p = {tasks.p_value:.2g})"
         )
     return facts
 
 
-def _verdict(found: TaskComparison, first_name: str, name: str) -> Verdict:
+def _verdict(tasks: TaskComparison, first_name: str, name: str) -> Verdict:
     """Return whether the group is better, as the sign test says."""
-    if not found.changes:
+    if not tasks.changes:
         return Verdict(0, f"{name} and {first_name} were evaluated on different tasks")
-    if found.p_value >= SIGNIFICANT:
+    if tasks.p_value >= SIGNIFICANT:
         return Verdict(0, f"no clear difference between {name} and {first_name}")
-    sign = 1 if found.num_won > found.num_lost else -1
+    sign = 1 if tasks.num_won > tasks.num_lost else -1
     return Verdict(sign, f"{name} is {'better' if sign > 0 else 'worse'} than {first_name}")
 
 
@@ -247,17 +246,14 @@ def seeds_table(first: Group, first_name: str, group: Group, name: str) -> Grid:
     """Return the mean of the last evaluation over seeds, with its standard error."""
     rows, means, errors = [], [], []
     for label, runs in ((first_name, first), (name, group)):
-        found = [run.evaluations[-1][REWARD] for run in runs if run.evaluations]
-        means.append(fmean(found) if found else math.nan)
-        errors.append(standard_error(np.asarray(found)) if len(found) > 1 else math.nan)
-        rows.append((label, str(len(found)), _known(means[-1]), _known(errors[-1])))
+        rewards = [run.evaluations[-1][REWARD] for run in runs if run.evaluations]
+        means.append(fmean(rewards) if rewards else math.nan)
+        errors.append(standard_error(np.asarray(rewards)) if len(rewards) > 1 else math.nan)
+        cells = ("" if math.isnan(x) else f"{x:.3f}" for x in (means[-1], errors[-1]))
+        rows.append((label, str(len(rewards)), *cells))
     difference, error = means[1] - means[0], math.hypot(*errors)
     notes = [f"difference {difference:+.3f}"] * (not math.isnan(difference))
     if notes:
         notes[0] += " (one seed has no error)" if math.isnan(error) else f" ± {error:.3f}"
     numbers = ("seeds", "last reward", "error")
     return Grid("Over seeds", columns("runs", *numbers, numbers=numbers), tuple(rows), tuple(notes))
-
-
-def _known(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.3f}"

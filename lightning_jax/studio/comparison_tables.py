@@ -13,7 +13,7 @@ from lightning_jax.studio import Axis
 from lightning_jax.studio.comparison import (
     Group,
     TaskRow,
-    compare,
+    compare_groups,
     group_names,
     task_facts,
 )
@@ -31,15 +31,15 @@ def compare_runs(groups: Sequence[Group], axis: Axis = "steps") -> list[Grid]:
 
     Raises ConfigError if a run is given twice.
     """
-    found = compare(groups)
-    names = [group.name for group in found.groups]
+    comparison = compare_groups(groups)
+    names = [group.name for group in comparison.groups]
     tables = [
         runs_table([run for group in groups for run in group], "Runs"),
-        found.settings,
+        comparison.settings,
         _evaluations(groups, names, axis),
         _training(groups, names, axis),
     ]
-    for pair in found.pairs:
+    for pair in comparison.pairs:
         before, after = pair.first_name, pair.name
         title = f"{after} against {before}"
         if pair.missing:
@@ -56,9 +56,9 @@ def _evaluations(groups: Sequence[Group], names: Sequence[str], axis: Axis) -> G
     cells: dict[float, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for name, group in zip(names, groups, strict=True):
         for run in group:
-            for at, row in run.points(REWARD, axis):
-                cells[round(at, 1)][name].append(row)
-    rows = [(f"{at:g}", *(_evaluation(cells[at][name]) for name in names)) for at in sorted(cells)]
+            for spent, row in run.points(REWARD, axis):
+                cells[round(spent, 1)][name].append(row)
+    rows = [(f"{x:g}", *(_evaluation(cells[x][name]) for name in names)) for x in sorted(cells)]
     title = "Greedy reward on the dev tasks"
     return Grid(title, columns(axis, *names, numbers=(axis, *names)), tuple(rows))
 
@@ -76,38 +76,38 @@ def _training(groups: Sequence[Group], names: Sequence[str], axis: Axis) -> Grid
     """Return the mean reward of training rollouts in equal parts of the axis."""
     points = {
         name: [
-            (at, row[TRAINING_REWARD])
+            (spent, row[TRAINING_REWARD])
             for run in group
-            for at, row in run.points(TRAINING_REWARD, axis)
+            for spent, row in run.points(TRAINING_REWARD, axis)
         ]
         for name, group in zip(names, groups, strict=True)
     }
-    ends = [at for found in points.values() for at, _ in found]
-    if not ends:
+    end = max((spent for of_group in points.values() for spent, _ in of_group), default=None)
+    if end is None:
         return Grid("", ())
-    width = max((max(ends) + 1) / MAX_BINS, 1.0)
+    width = max((end + 1) / MAX_BINS, 1.0)
     if axis == "steps":
         width = math.ceil(width)
     rows = []
-    for index in range(math.floor(max(ends) / width) + 1):
+    for index in range(math.floor(end / width) + 1):
         low, high = index * width, (index + 1) * width
-        found = [[reward for at, reward in points[name] if low <= at < high] for name in names]
+        rewards = [[reward for x, reward in points[name] if low <= x < high] for name in names]
         label = f"{low:g}" if width == 1 else f"{low:.0f} to {high - (axis == 'steps'):.0f}"
-        rows.append((label, *(f"{fmean(values):.3f}" if values else "" for values in found)))
+        rows.append((label, *(f"{fmean(values):.3f}" if values else "" for values in rewards)))
     title = "Reward of the training rollouts"
     return Grid(title, columns(axis, *names, numbers=(axis, *names)), tuple(rows))
 
 
 def comparison_table(
-    found: TaskComparison, title: str, before: str = "before", after: str = "after"
+    tasks: TaskComparison, title: str, before: str = "before", after: str = "after"
 ) -> Grid:
     """Return the tasks of two results that changed most, and what the sign test says."""
     rows = [
         TaskRow(printable(change.task_id), change.before, change.after, change.change)
-        for change in found.changes
+        for change in tasks.changes
         if change.change
     ]
-    return _tasks_table(title, rows, before, after, task_facts(found, before, after))
+    return _tasks_table(title, rows, before, after, task_facts(tasks, before, after))
 
 
 def _tasks_table(
@@ -145,15 +145,15 @@ def plot_runs(groups: Sequence[Group], axis: Axis, path: Path) -> None:
     for axes, (metric, title) in zip(figure.subplots(1, 2), panels, strict=True):
         for index, label, run in labelled:
             points = run.points(metric, axis)
-            places, rewards = [at for at, _ in points], [row[metric] for _, row in points]
+            spent, rewards = [x for x, _ in points], [row[metric] for _, row in points]
             style: dict[str, Any] = dict(
                 color=f"C{index}", marker="." if metric == TRAINING_REWARD else "o"
             )
             errors = [row.get("eval/reward_stderr", 0.0) for _, row in points]
             if metric == REWARD:
-                axes.errorbar(places, rewards, yerr=errors, capsize=3, label=label, **style)
+                axes.errorbar(spent, rewards, yerr=errors, capsize=3, label=label, **style)
             else:
-                axes.plot(places, rewards, linewidth=1, label=label, **style)
+                axes.plot(spent, rewards, linewidth=1, label=label, **style)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(axis)
         axes.grid(alpha=0.3)

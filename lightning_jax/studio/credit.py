@@ -102,12 +102,12 @@ def _of_calls(
         advantages = pair_signs(trajectories, pairs)
     else:
         advantages, _ = step_advantages(credit, algorithm)
-    found = {}
+    by_call = {}
     for trajectory, *of_calls in zip(trajectories, credit.calls, advantages, strict=True):
         for call, earned, advantage in zip(trajectory.transitions, *of_calls, strict=True):
             assert not isinstance(earned, tuple) and not isinstance(advantage, tuple), "no critic"
             note = "" if call.call_id in trained else otherwise
             if not note and algorithm.overlong_filter and call.finish_reason == CUT_SHORT:
                 note = "not trained: cut at its token limit"
-            found[call.call_id] = CallCredit(float(earned), float(advantage), note)
-    return found
+            by_call[call.call_id] = CallCredit(float(earned), float(advantage), note)
+    return by_call

@@ -49,7 +49,7 @@ class TaskResult:
 
 def count_calls(store: Store, rollouts: Sequence[Rollout]) -> dict[str, Calls]:
     """Return the calls of each rollout by its id."""
-    found = {}
+    calls = {}
     for rollout in rollouts:
         spans = [span for span in store.spans(rollout.rollout_id) if from_gateway(span)]
         reasons = [
@@ -58,8 +58,8 @@ def count_calls(store: Store, rollouts: Sequence[Rollout]) -> dict[str, Calls]:
             for reason in span.attributes.get(attributes.RESPONSE_FINISH_REASONS, ())
         ]
         number = sum(map(is_gateway_call, spans))
-        found[rollout.rollout_id] = Calls(number, len(reasons), reasons.count("length"))
-    return found
+        calls[rollout.rollout_id] = Calls(number, len(reasons), reasons.count("length"))
+    return calls
 
 
 def task_results(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> list[TaskResult]:
@@ -87,8 +87,8 @@ def _mean_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """
     finished = [rollout.metrics for rollout in rollouts if rollout.status in FINISHED]
     names = dict.fromkeys(name for metrics in finished for name in metrics)
-    found = [split_dropped(name) for metrics in finished for name in metrics]
-    dropped = Counter(metric for _, metric in filter(None, found))
+    parts = filter(None, (split_dropped(name) for metrics in finished for name in metrics))
+    dropped = Counter(metric for _, metric in parts)
     return {
         name: fsum(m.get(name, 0.0) for m in finished) / max(len(finished) - dropped[name], 1)
         for name in names
@@ -109,7 +109,7 @@ def read_rewards(path: Path) -> tuple[str, Rewards]:
 
 
 def _of_file(path: Path) -> Rewards:
-    found: dict[str, list[float]] = {}
+    by_task: dict[str, list[float]] = {}
     for where, record in read_records(path):
         task, rewards = record.get("id"), record.get("rewards")
         if (
@@ -122,21 +122,21 @@ def _of_file(path: Path) -> Rewards:
                 reason="malformed",
                 key=where,
             )
-        found[task] = rewards
-    return found
+        by_task[task] = rewards
+    return by_task
 
 
 def _of_run(directory: Path) -> tuple[str, Rewards]:
-    found = read_evaluations(directory)
-    if not found:
+    evaluations = read_evaluations(directory)
+    if not evaluations:
         raise ConfigError(
             f"{directory} has no evaluation; expected a run with one, or a file that eval --save "
             "wrote.",
             reason="empty",
             key=str(directory),
         )
-    last = max(found)
-    return f"{directory}, step {last}", found[last]
+    last = max(evaluations)
+    return f"{directory}, step {last}", evaluations[last]
 
 
 def read_evaluations(directory: Path) -> dict[int, Rewards]:
@@ -161,14 +161,14 @@ def read_evaluations(directory: Path) -> dict[int, Rewards]:
 def no_call_share(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> float:
     """Return the share of the scored rollouts that made no call."""
     scored = [calls[r.rollout_id] for r in rollouts if r.status == "scored"]
-    return sum(found.number == 0 for found in scored) / max(len(scored), 1)
+    return sum(of_rollout.number == 0 for of_rollout in scored) / max(len(scored), 1)
 
 
 def cut_share(rollouts: Sequence[Rollout], calls: Mapping[str, Calls]) -> float | None:
     """Return the share of the responses that ended at the token limit, or None if unknown."""
-    found = [calls[rollout.rollout_id] for rollout in rollouts]
-    total = sum(part.num_responses for part in found)
-    return sum(part.num_cut for part in found) / total if total else None
+    parts = [calls[rollout.rollout_id] for rollout in rollouts]
+    total = sum(part.num_responses for part in parts)
+    return sum(part.num_cut for part in parts) / total if total else None
 
 
 def learning_notes(
@@ -192,29 +192,29 @@ def evaluation_table(parts: Mapping[str, Sequence[Rollout]], calls: Mapping[str,
     metrics = {name: eval_metrics(rollouts) for name, rollouts in parts.items()}
     numbers = dict.fromkeys(
         name.removeprefix(AGENT).removesuffix("_mean")
-        for found in metrics.values()
-        for name in found
+        for of_part in metrics.values()
+        for name in of_part
         if name.startswith(AGENT)
     )
-    shown, others = list(numbers)[:MAX_COLUMNS], list(numbers)[MAX_COLUMNS:]
-    names = ("n", "reward", "failed", "no call", "calls", "cut", *map(printable, shown))
+    main, others = list(numbers)[:MAX_COLUMNS], list(numbers)[MAX_COLUMNS:]
+    names = ("n", "reward", "failed", "no call", "calls", "cut", *map(printable, main))
     rows = []
-    for part, found in metrics.items():
+    for part, row in metrics.items():
         number = sum(calls[rollout.rollout_id].number for rollout in parts[part])
-        num_failed = found["eval/num_agent_failures"] + found["eval/num_infrastructure_failures"]
+        num_failed = row["eval/num_agent_failures"] + row["eval/num_infrastructure_failures"]
         share, reward = cut_share(parts[part], calls), ""
-        if "eval/reward_mean" in found:
-            reward = f"{found['eval/reward_mean']:.3f} ± {found['eval/reward_stderr']:.3f}"
-        cells = (f"{found['eval/num_tasks']:.0f}", reward, f"{num_failed:.0f}")
-        cells += (f"{no_call_share(parts[part], calls):.0%}",)
-        cells += (
+        if "eval/reward_mean" in row:
+            reward = f"{row['eval/reward_mean']:.3f} ± {row['eval/reward_stderr']:.3f}"
+        cells = (
+            *(f"{row['eval/num_tasks']:.0f}", reward, f"{num_failed:.0f}"),
+            f"{no_call_share(parts[part], calls):.0%}",
             f"{number / max(len(parts[part]), 1):.1f}",
             "" if share is None else f"{share:.0%}",
         )
-        rows.append((printable(part), *cells, *(_number(found, name) for name in shown)))
+        rows.append((printable(part), *cells, *(_number(row, name) for name in main)))
     notes = tuple(
-        printable(f"{part}: " + "  ".join(f"{n} {_number(found, n)}" for n in others))
-        for part, found in metrics.items()
+        printable(f"{part}: " + "  ".join(f"{n} {_number(row, n)}" for n in others))
+        for part, row in metrics.items()
         if others
     )
     return Grid("", columns("tasks", *names, numbers=names), tuple(rows), notes)

@@ -54,8 +54,8 @@ def remote_call(
     read = read_call(span)
     if span.error is not None:  # the view shows the error itself
         read = replace(read, response="", tool_calls=())
-    shared = {n: common_length(found, read.messages) for n, found in earlier.items()}
-    longest = max(shared.values(), default=0)
+    sizes = {n: common_length(messages, read.messages) for n, messages in earlier.items()}
+    longest, shares_with = last_longest(sizes)
     call = CallView(
         number=number,
         num_prompt_tokens=read.num_prompt_tokens,
@@ -66,7 +66,7 @@ def remote_call(
         agent=printable(str(values.get(attributes.AGENT, ""))),
         role=printable(str(values.get(attributes.ROLE, ""))),
         trains=False,
-        shares_with=max(n for n, size in shared.items() if size == longest) if longest else None,
+        shares_with=shares_with,
         num_shared_messages=longest,
         served_by=printable(str(values[attributes.SERVED_BY])),
         text=read.response,
@@ -75,6 +75,12 @@ def remote_call(
     calls = [f"calls {name}({arguments})" for name, arguments in read.tool_calls]
     response = "\n".join([*filter(None, [read.response]), *calls])
     return call, (*read.messages, f"assistant: {response}")
+
+
+def last_longest(sizes: Mapping[int, int]) -> tuple[int, int | None]:
+    """Return the largest size and the last call that has it, or (0, None) if no size is above 0."""
+    longest = max(sizes.values(), default=0)
+    return longest, max(n for n, size in sizes.items() if size == longest) if longest else None
 
 
 def read_exchange(sent: str, answer: str, dialect: str = "") -> Exchange:
@@ -112,16 +118,12 @@ def _messages(request: PolicyRequest) -> Iterator[str]:
         yield f"user: {_text(prompt) if isinstance(prompt, str) else as_text(prompt)}"
     for message in request.messages or ():
         if isinstance(message, Mapping):
-            yield f"{message.get('role')}: {_content(message)}"
+            texts = [_text(message["content"])] if message.get("content") else []
+            texts += [f"calls {name}({as_text(words)})" for name, words in _chat_calls(message)]
+            text = "\n".join(texts) or as_text(dict(message))  # any other message stays JSON
+            yield f"{message.get('role')}: {text}"
         else:
             yield f"user: {_text(message)}"
-
-
-def _content(message: Json) -> str:
-    """Return the text of a message and its tool calls. Any other message stays JSON."""
-    calls = [f"calls {name}({as_text(given)})" for name, given in _chat_calls(message)]
-    texts = [_text(message["content"])] if message.get("content") else []
-    return "\n".join([*texts, *calls]) or as_text(dict(message))
 
 
 def _text(content: Any) -> str:
@@ -160,7 +162,7 @@ def _with_reply(messages: tuple[str, ...], reply: Json) -> Exchange:
     return Exchange(
         messages,
         printable("\n\n".join(texts)),
-        tuple((printable(str(name)), as_text(given)) for name, given in calls),
+        tuple((printable(str(name)), as_text(arguments)) for name, arguments in calls),
         printable(", ".join(map(str, filter(None, reasons)))),
         *(count if isinstance(count, int) else None for count in counts),
     )

@@ -88,9 +88,10 @@ class RunReader:
         matching = newest_first(self._store.rollouts(phase=phase, step=step))
         if not matching:
             raise self._nothing_matches(phase, step)
-        shown = [(rollout, self._store.spans(rollout.rollout_id)) for rollout in matching[:limit]]
-        tasks = {found.rollout_id: self._store.task_fields(found.rollout_id) for found, _ in shown}
-        return view_run(str(self._directory), matching, shown, tasks)
+        ids = [rollout.rollout_id for rollout in matching[:limit]]
+        in_table = list(zip(matching, map(self._store.spans, ids), strict=False))
+        tasks = {rollout_id: self._store.task_fields(rollout_id) for rollout_id in ids}
+        return view_run(str(self._directory), matching, in_table, tasks)
 
     def rollout(self, rollout_id: str) -> RolloutView:
         """Return one rollout with its calls. Raises ViewError for an unknown id."""
@@ -118,8 +119,8 @@ class RunReader:
     def _find(self, rollout_id: str) -> Rollout:
         with contextlib.suppress(StoreError):
             return self._store.rollout(rollout_id)
-        known = [rollout.rollout_id for rollout in self._store.rollouts()]
-        close = difflib.get_close_matches(rollout_id, known, n=3, cutoff=0.5)
+        ids = [rollout.rollout_id for rollout in self._store.rollouts()]
+        close = difflib.get_close_matches(rollout_id, ids, n=3, cutoff=0.5)
         hint = f"the closest are {', '.join(close)}" if close else "omit it for a list"
         raise ViewError(
             f"{self._directory} has no rollout {rollout_id!r}; {hint}.",
@@ -135,11 +136,11 @@ class RunReader:
                 reason="empty",
                 key=str(self._directory),
             )
-        wanted = [f"phase {phase}"] * (phase is not None) + [f"step {step}"] * (step is not None)
+        query = [f"phase {phase}"] * (phase is not None) + [f"step {step}"] * (step is not None)
         steps = [rollout.step for rollout in everything]
         return ViewError(
             f"none of the {len(everything)} rollouts of {self._directory} has "
-            f"{' and '.join(wanted)}; expected train or eval and a step of {min(steps)} to "
+            f"{' and '.join(query)}; expected train or eval and a step of {min(steps)} to "
             f"{max(steps)} in which there were some.",
             reason="nothing_matches",
         )

@@ -41,8 +41,8 @@ PAGE = Template("""\
 def render_page(run: RunView | None, rollouts: Sequence[RolloutView]) -> str:
     """Render these rollouts as a page, below the table of the run if there is one."""
     title = f"{run.name if run else rollouts[0].rollout.rollout_id} - lightning-jax"
-    found = as_json({"title": title, "run": run, "rollouts": rollouts})
-    stored = to_json(found, inf_nan_mode="null").decode()
+    values = as_json({"title": title, "run": run, "rollouts": rollouts})
+    stored = to_json(values, inf_nan_mode="null").decode()
     script = f'"use strict";\nconst modules = {{}};\n{_bundle("stored.js", set())}'
     style = (ASSETS / "style.css").read_text(encoding="utf-8")
     return PAGE.substitute(

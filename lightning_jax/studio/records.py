@@ -108,26 +108,26 @@ class CallView:
     @property
     def facts(self) -> list[str]:
         """Numbers of the call, each as a short phrase."""
-        found = [f"by {self.served_by}"] if self.served_by else []
+        facts = [f"by {self.served_by}"] if self.served_by else []
         if self.num_prompt_tokens is not None:
-            found.append(f"{self.num_prompt_tokens} + {self.num_response_tokens or 0} tokens")
+            facts.append(f"{self.num_prompt_tokens} + {self.num_response_tokens or 0} tokens")
         if self.finish_reason:
-            found.append(f"finish {self.finish_reason}")
+            facts.append(f"finish {self.finish_reason}")
         if self.mean_logprob is not None:
-            found.append(f"log-prob {self.mean_logprob:.3f} a token")
+            facts.append(f"log-prob {self.mean_logprob:.3f} a token")
         if self.versions:
-            found.append(f"weights {', '.join(map(str, self.versions))}")
+            facts.append(f"weights {', '.join(map(str, self.versions))}")
         if self.role:
-            found.append(f"role {self.role}" + ("" if self.trains else ", not trained"))
+            facts.append(f"role {self.role}" + ("" if self.trains else ", not trained"))
         if self.answered_by:
-            found.append(f"policy {self.answered_by}")
+            facts.append(f"policy {self.answered_by}")
         if self.reward:
-            found.append(f"own reward {self.reward:+g}")
+            facts.append(f"own reward {self.reward:+g}")
         if self.credit:
-            found.append(f"credit {self.credit.credit:.4g}")
-            found.append(f"advantage {self.credit.advantage:+.4g}")
-            found += [self.credit.note] if self.credit.note else []
-        return found
+            facts.append(f"credit {self.credit.credit:.4g}")
+            facts.append(f"advantage {self.credit.advantage:+.4g}")
+            facts += [self.credit.note] if self.credit.note else []
+        return facts
 
 
 @dataclass(frozen=True)
@@ -283,11 +283,11 @@ def as_json(value: Any, max_chars: int = MAX_CHARS) -> Any:
 
 def _first_tokens(tokens: tuple[TokenView, ...]) -> list[Any]:
     """Return the first tokens of a response as [text, log-prob, version, forced]."""
-    left, first = MAX_RESPONSE_CHARS, []
+    num_chars, first = 0, []
     for token in tokens[:MAX_TOKENS]:
         text = cut(token.text, MAX_TOKEN_CHARS)
-        left -= len(text)
-        if left < 0:
+        num_chars += len(text)
+        if num_chars > MAX_RESPONSE_CHARS:
             break
         first.append([text, token.logprob, token.version, token.forced])
     return first
@@ -303,7 +303,7 @@ def as_text(value: Any) -> str:
 def common_length(a: Sequence[str], b: Sequence[str]) -> int:
     """Return the number of items, or characters, at the start of both."""
     pairs = enumerate(zip(a, b, strict=False))
-    return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
+    return next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def cut(text: str, limit: int) -> str:

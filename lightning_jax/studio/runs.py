@@ -89,7 +89,7 @@ class RunSummary:
     def points(self, metric: str, axis: Axis = "steps") -> list[tuple[float, Row]]:
         """Return (what had been spent, row) of the rows with this metric."""
         pairs = zip(self.spent(axis), self.rows, strict=True)
-        return [(at, row) for at, row in pairs if metric in row]
+        return [(spent, row) for spent, row in pairs if metric in row]
 
     @property
     def evaluations(self) -> tuple[Row, ...]:
@@ -140,16 +140,8 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
     Raises ConfigError if there is none.
     """
-    require_folder(folder)
-    found = [_readable(path, name) for path, name in run_dirs(folder)]
-    if not found:
-        raise ConfigError(
-            f"{folder} holds no run; pass the folder that holds your runs, or start one with "
-            "`lightning-jax train`.",
-            reason="empty",
-            key=str(folder),
-        )
-    return sorted(found, key=lambda run: -(run.started_s or 0.0))
+    runs = [_readable(path, name) for path, name in find_run_dirs([folder])]
+    return sorted(runs, key=lambda run: -(run.started_s or 0.0))
 
 
 def _readable(directory: Path, name: str) -> RunSummary:
@@ -169,8 +161,7 @@ def read_run(directory: Path, name: str | None = None) -> RunSummary:
     require_run(directory, SETTINGS)
     settings = _settings(directory / SETTINGS)
     counts, started_s = _stored(directory)
-    found, num_damaged = read_rows(directory / METRICS)
-    rows = tuple(found)
+    rows, num_damaged = read_rows(directory / METRICS)
     status, why = _status(directory, rows, settings, counts)
     if status == "finished" and is_untrained(rows):
         why = NOTHING_TRAINED
@@ -181,7 +172,7 @@ def read_run(directory: Path, name: str | None = None) -> RunSummary:
         name=printable(name or str(directory)),
         status=status,
         why=printable(why),
-        rows=rows,
+        rows=tuple(rows),
         settings=settings,
         sources=_sources(directory),
         rollouts=counts,
@@ -221,15 +212,21 @@ def _cells(run: RunSummary) -> tuple[str, ...]:
     )
 
 
-def require_folder(folder: Path) -> None:
-    """Raise ConfigError if the folder does not exist."""
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is no directory; pass the folder that holds your runs, or start one with "
-            "`lightning-jax train`.",
-            reason="not_found",
-            key=str(folder),
-        )
+def find_run_dirs(folders: Sequence[Path]) -> list[tuple[Path, str]]:
+    """Return the run directories in folders, and their names there.
+
+    Raises ConfigError if a folder does not exist, or if there is no run.
+    """
+    fix = "pass the folder that holds your runs, or start one with `lightning-jax train`."
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{folder} is no directory; {fix}", reason="not_found", key=str(folder)
+            )
+    if not (paths := [path for folder in folders for path in run_dirs(folder)]):
+        names = ", ".join(map(str, folders))
+        raise ConfigError(f"{names}: no run there; {fix}", reason="empty", key=names)
+    return paths
 
 
 def run_dirs(folder: Path) -> Iterator[tuple[Path, str]]:
@@ -276,10 +273,10 @@ def _stored(directory: Path) -> tuple[Mapping[str, int], float | None]:
 
 def _sources(directory: Path) -> Mapping[str, str]:
     try:
-        found = dict(json.loads((directory / SOURCES).read_text()))
+        digests = dict(json.loads((directory / SOURCES).read_text()))
     except (OSError, ValueError, TypeError, RecursionError):  # missing or damaged
         return {}
-    return {name: digest for name, digest in found.items() if isinstance(digest, str)}
+    return {name: digest for name, digest in digests.items() if isinstance(digest, str)}
 
 
 def _status(

@@ -78,11 +78,9 @@ def render_rollout(view: RolloutView, width: int, chars: int = DEFAULT_CHARS) ->
     Texts are cut to `chars` characters, or not at all if it is 0.
     """
     parts: list[RenderableType] = [*_head(view, chars), "", _waterfall(view, width)]
-    shown = view.spans[:MAX_SPANS]
-    if len(view.spans) > len(shown):
-        of = f"{len(view.spans) - len(shown)} of {len(view.spans)} spans"
-        parts.append(_text(f"not shown: {of}", "bold"))
-    for span in shown:
+    if (num_left_out := len(view.spans) - MAX_SPANS) > 0:
+        parts.append(_text(f"not shown: {num_left_out} of {len(view.spans)} spans", "bold"))
+    for span in view.spans[:MAX_SPANS]:
         parts += _details(span, chars)
     return Group(*parts)
 
@@ -98,12 +96,12 @@ def _head(view: RolloutView, chars: int) -> Iterator[RenderableType]:
     yield _text(f"task {rollout.task_id}  {rollout.phase} step {rollout.step}{where}")
     for name, text in view.task:
         yield Padding(Text.assemble((f"{name}: ", "dim"), cut(text, chars)), (0, 0, 0, 2))
-    if rollout.metrics:
-        numbers = "  ".join(f"{name} {value:g}" for name, value in rollout.metrics.items())
-        yield _text(f"the agent returned  {numbers}")
-    if rollout.components:
-        numbers = "  ".join(f"{name} {value:g}" for name, value in rollout.components.items())
-        yield _text(f"rewards  {numbers}")
+    for title, numbers in (
+        ("the agent returned", rollout.metrics),
+        ("rewards", rollout.components),
+    ):
+        if numbers:
+            yield _text("  ".join((title, *(f"{name} {x:g}" for name, x in numbers.items()))))
     for name, text in view.reasons:
         yield Padding(Text.assemble((f"{name}: ", "dim"), cut(text, chars)), (0, 0, 0, 2))
     if rollout.reason is not None:

@@ -69,12 +69,9 @@ def is_exhausted(error: BaseException) -> bool:
 
 def lacks_resources(error: BaseException) -> bool:
     """Return True if the error was caused by a lack of memory, threads or file descriptors."""
-    return is_exhausted(error) or any(map(_is_lack, causes(error)))
-
-
-def _is_lack(error: BaseException) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and NO_THREAD in map(str, error.args)
+    return any(
+        isinstance(cause, MemoryError)
+        or (isinstance(cause, OSError) and cause.errno in (*EXHAUSTED, errno.ENOMEM))
+        or (isinstance(cause, RuntimeError) and NO_THREAD in map(str, cause.args))
+        for cause in causes(error)
+    )

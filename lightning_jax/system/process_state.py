@@ -22,7 +22,7 @@ from typing import Any
 
 PACKAGE = "lightning_jax"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-Handler = Callable[[int, FrameType | None], None]
+Handler = Callable[[int, FrameType | None], Any]
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ def remove_tree(folder: Path) -> None:
     try:
         numbers = itertools.count()
         refused: set[str] = set()
-        while left := [name for name in os.listdir(top) if name not in refused]:
-            for name in left:
+        while names := [name for name in os.listdir(top) if name not in refused]:
+            for name in names:
                 if not _empty_into(top, name, numbers):
                     refused.add(name)
     finally:
@@ -82,10 +82,10 @@ def is_within(folder: Path, max_bytes: int, max_files: int, max_depth: int) -> b
     be read meanwhile.
     """
     size = number = 0
-    left, opened = [(str(folder), 0)], dict[str, int]()
+    folders, opened = [(str(folder), 0)], dict[str, int]()
     try:
-        while left:
-            path, depth = left.pop()
+        while folders:
+            path, depth = folders.pop()
             try:
                 entries = _entries(path, opened)
             except OSError as error:
@@ -96,7 +96,7 @@ def is_within(folder: Path, max_bytes: int, max_files: int, max_depth: int) -> b
             for entry in entries:
                 with contextlib.suppress(OSError):
                     if entry.is_dir(follow_symlinks=False):
-                        left.append((entry.path, depth + 1))
+                        folders.append((entry.path, depth + 1))
                     else:
                         size += entry.stat(follow_symlinks=False).st_blocks * 512
             if size > max_bytes or number > max_files or (depth >= max_depth and entries):

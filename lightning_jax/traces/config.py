@@ -1,13 +1,11 @@
 """Settings of roles and of rewards by rule."""
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Literal
 
 from lightning_jax.models.policies import INITIAL
-from lightning_jax.settings import ConfigError
 from lightning_jax.settings.schema import (
     PLAIN_URL,
     Finite,
@@ -41,40 +39,6 @@ Fact = Literal[
 TEXTS = ("tool_output", "observation", "response")  # facts that always have a text
 SERVED_BY = ("policy", INITIAL)
 RESERVED = ("policy", INITIAL, "latest")  # model names with another meaning for the gateway
-
-
-@section
-class ModelServer(Section):
-    """Model that an OpenAI-compatible server may answer for, to which the run brings the key."""
-
-    served_model: str | None = None
-    """For a URL: model to request."""
-    api_key_env: str | None = None
-    """For a URL: environment variable with the key."""
-
-    @property
-    def url(self) -> str | None:
-        """Return the URL of the server, or None if no other server answers."""
-        raise NotImplementedError
-
-    def rules(self) -> Iterator[Rule]:
-        is_named, has_url = self.served_model is not None, self.url is not None
-        yield "served_model", is_named == has_url, "expected the model of a URL, else none"
-        has_use = has_url or self.api_key_env is None
-        yield "api_key_env", has_use, "expected none, because only a URL needs a key"
-
-    @property
-    def key(self) -> str | None:
-        """Return the key of the server. Raises ConfigError if the variable is not set."""
-        if self.api_key_env is None:
-            return None
-        if key := os.environ.get(self.api_key_env):
-            return key
-        raise ConfigError(
-            f"the environment variable {self.api_key_env} of a model's key is not set; set it.",
-            reason="missing",
-            key=self.api_key_env,
-        )
 
 
 @section

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import ClientSession
 from arena import SERVE, honest_rollout, open_attacker, open_rollout, resident_mib, slowdown
 from hostile_requests import CASES, CHAT, Case, chat
+from stalls import Stall, loop_stalls
 
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.testing.service import Service, run_service
-from lightning_jax.testing.stalls import Stall, loop_stalls
 
 # Limits that one of the tries must keep; a busy machine exceeds them, too.
 PATIENCE_S = 1.0  # how much longer a call may wait beside an attack

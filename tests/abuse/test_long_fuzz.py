@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from arena import SERVE, honest_rollout, open_attacker, resident_mib, warm_engine
 from hostile_requests import CASES, random_request
+from stalls import LoopStalls, Stall, loop_stalls
 
 from lightning_jax.testing.service import Service, run_service
-from lightning_jax.testing.stalls import LoopStalls, Stall, loop_stalls
 from lightning_jax.testing.tiny import tiny_model
 
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "60"))

@@ -39,7 +39,7 @@ def _durations(steps: list[Step]) -> list[float]:
 def test_one_agent_on_one_slot_takes_the_sum_of_its_parts() -> None:
     (step,) = simulate(_work(*TWO_TURNS), LOCK_STEP, RATES, num_steps=1)
     # Prefill, decode and tool of both turns: (2 + 4 * 1.5 + 7) + (1 + 2 * 1.5 + 3).
-    assert step.taken == pytest.approx(22)
+    assert step.taken_at == pytest.approx(22)
     assert step.trained_tokens == 36 and step.response_tokens == 6
     assert step.ended == pytest.approx(22 + 36 / 6)
     assert step.decode_busy_s == pytest.approx(8 + 4)
@@ -48,7 +48,7 @@ def test_one_agent_on_one_slot_takes_the_sum_of_its_parts() -> None:
 def test_python_is_added_to_each_call() -> None:
     python = PythonCosts(agent_s=1.0, gateway_s=0.5, token_s=0.25)
     (step,) = simulate(_work(*TWO_TURNS), LOCK_STEP, RATES, python, num_steps=1)
-    assert step.taken == pytest.approx(22 + 2 * 1.5 + 6 * 0.25)
+    assert step.taken_at == pytest.approx(22 + 2 * 1.5 + 6 * 0.25)
 
 
 def test_requests_share_decode_steps() -> None:
@@ -56,31 +56,31 @@ def test_requests_share_decode_steps() -> None:
     lengths = iter((2.0, 4.0))
     work = Workload(1, 2, lambda rng: (Turn(0.0, next(lengths), 0.0),))
     (step,) = simulate(work, LOCK_STEP, RATES, num_steps=1)
-    assert step.taken == pytest.approx(2 * 2.0 + 2 * 1.5)
+    assert step.taken_at == pytest.approx(2 * 2.0 + 2 * 1.5)
 
 
 def test_prefill_stops_the_other_requests() -> None:
     work = _work(Turn(10.0, 2.0, 0.0), size=2)
     (step,) = simulate(work, LOCK_STEP, RATES, num_steps=1)
-    assert step.taken == pytest.approx(2 * 1.0 + 2 * 2.0)
+    assert step.taken_at == pytest.approx(2 * 1.0 + 2 * 2.0)
 
 
 def test_a_request_waits_for_a_slot() -> None:
     one_slot = dataclasses.replace(RATES, slots=1)
     (step,) = simulate(_work(Turn(0.0, 2.0, 0.0), size=3), LOCK_STEP, one_slot, num_steps=1)
-    assert step.taken == pytest.approx(3 * 2 * 1.5)
+    assert step.taken_at == pytest.approx(3 * 2 * 1.5)
 
 
 def test_concurrency_limits_the_rollouts_at_once() -> None:
     work = _work(Turn(0.0, 2.0, 5.0), size=2, concurrency=1)
     (step,) = simulate(work, LOCK_STEP, RATES, num_steps=1)
-    assert step.taken == pytest.approx(2 * (3 + 5))
+    assert step.taken_at == pytest.approx(2 * (3 + 5))
 
 
 def test_two_engines_halve_the_requests_of_each() -> None:
     two = dataclasses.replace(LOCK_STEP, num_engines=2)
     (step,) = simulate(_work(Turn(0.0, 2.0, 0.0), size=2), two, RATES, num_steps=1)
-    assert step.taken == pytest.approx(2 * 1.5)
+    assert step.taken_at == pytest.approx(2 * 1.5)
 
 
 def test_lock_step_is_the_sum_of_the_phases() -> None:
@@ -110,19 +110,19 @@ def test_shared_devices_slow_both_sides_while_both_work() -> None:
     work = Workload(1, 1, lambda rng: (Turn(0.0, next(lengths), 0.0),))
     layout = dataclasses.replace(LOCK_STEP, train_tokens_per_s=0.5, ahead=1, decode_share=0.25)
     first, second = simulate(work, layout, RATES, num_steps=2)
-    assert first.taken == pytest.approx(2 * 2.0)
+    assert first.taken_at == pytest.approx(2 * 2.0)
     update_s = 4 / 0.75  # 2 tokens take 4 s alone
     assert first.ended == pytest.approx(4 + update_s)
     left = 6 - update_s * 0.25 / 1.5
-    assert second.taken == pytest.approx(first.ended + left * 1.5)
-    assert second.ended == pytest.approx(second.taken + 8 / 0.5)
+    assert second.taken_at == pytest.approx(first.ended + left * 1.5)
+    assert second.ended == pytest.approx(second.taken_at + 8 / 0.5)
     assert (first.age_max, second.age_max, second.age_mean) == (0, 1, 0.5)
 
 
 def test_a_trainer_alone_on_shared_devices_is_not_slowed() -> None:
     layout = dataclasses.replace(LOCK_STEP, decode_share=0.5)
     (step,) = simulate(_work(*TWO_TURNS), layout, RATES, num_steps=1)
-    assert step.ended - step.taken == pytest.approx(6)
+    assert step.ended - step.taken_at == pytest.approx(6)
 
 
 def test_ages_stay_within_the_bound() -> None:
@@ -192,7 +192,7 @@ def test_engines_of_one_process_share_an_interpreter() -> None:
     apart = dataclasses.replace(together, num_interpreters=4)
     workers = dataclasses.replace(together, num_workers=4)
     taken = [
-        simulate(work, layout, RATES, costs, num_steps=1)[0].taken
+        simulate(work, layout, RATES, costs, num_steps=1)[0].taken_at
         for layout, costs in (
             (together, python),
             (apart, python),
@@ -207,7 +207,7 @@ def test_threads_of_engines_in_one_process_take_turns() -> None:
     work, python = _work(Turn(0.0, 1.0, 0.0), size=4), PythonCosts(step_s=1.0)
     together = dataclasses.replace(LOCK_STEP, num_engines=4)
     (step,) = simulate(work, together, RATES, python, num_steps=1)
-    assert step.taken == pytest.approx(4.0)
+    assert step.taken_at == pytest.approx(4.0)
 
 
 def test_module_has_no_state() -> None:

@@ -18,14 +18,12 @@ from window.prototype import (
     make_workload,
     merge_weights,
     merged_step,
-    sample_without_branches,
     unpack_result,
 )
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.programs import start_of
 from lightning_jax.engine.device.slots import SlotPrograms
-from lightning_jax.engine.sampling import sample
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.formats.find import tiny_shape
 from lightning_jax.models.shape import DecoderConfig
@@ -36,26 +34,6 @@ FIELDS = ("tokens", "behavior_logprobs", "sampling_logprobs", "tempered_logprobs
 TINY = DecoderConfig(tiny_shape())
 QWEN3 = TINY.with_shape(qk_norm=True, tie_embeddings=False)
 IN_CHILD_PROCESSES = ("graph_updates", "skip_temp_135m_64")
-
-
-@pytest.mark.parametrize("temperature", [(1.0, 0.0, 0.7, 1.0), (1.0,) * 4, (0.0,) * 4])
-def test_sampling_without_branches_equals_the_engines(temperature: tuple[float, ...]) -> None:
-    logits = 3 * jax.random.normal(jax.random.key(0), (4, 600))
-    zeros, keys = jnp.zeros(4), jax.random.split(jax.random.key(1), 4)
-    heat = jnp.array(temperature)
-    ints = jnp.zeros(4, jnp.int32)
-    expected = jax.jit(sample)(logits, keys, heat, jnp.ones(4), ints, zeros)
-    found = jax.jit(sample_without_branches)(logits, keys, heat)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
-    for field in FIELDS[1:]:
-        np.testing.assert_allclose(getattr(found, field), getattr(expected, field), atol=1e-5)
-
-
-def test_sampling_without_branches_has_no_branch() -> None:
-    keys, heat = jax.random.split(jax.random.key(1), 4), jnp.ones(4)
-    program = jax.jit(sample_without_branches).lower(jnp.zeros((4, 600)), keys, heat).as_text()
-    assert "stablehlo.case" not in program
-    assert "stablehlo.if" not in program
 
 
 def _activate(table: Any, slot: int, position: int, heat: float) -> None:

@@ -135,20 +135,19 @@ def test_sigterm_goes_to_the_present_handler_of_sigint(restored_sigterm: None) -
 
 STOPPABLE = """
 import asyncio, os, signal
-from lightning_jax.cli.runtime import cancel_at_stop
+from lightning_jax.cli.runtime import run_until_stopped
 
 async def main():
-    with cancel_at_stop():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            print("cancelled", flush=True)
-            {then}
-            raise
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(30)
+    except asyncio.CancelledError:
+        print("cancelled", flush=True)
+        {then}
+        raise
 
 try:
-    asyncio.run(main())
+    run_until_stopped(main())
 except asyncio.CancelledError:
     print("ended", flush=True)
 """

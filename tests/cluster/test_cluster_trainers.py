@@ -89,7 +89,7 @@ def pid_of(process_id: int) -> int | None:
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes() if folder.name.isdigit() else b""
             if (
-                b"lightning_jax.cli.trainer_child" in words
+                b"lightning_jax.cli.train_in_cluster" in words
                 and b"process_id=%d\0" % process_id in words
             ):
                 return int(folder.name)

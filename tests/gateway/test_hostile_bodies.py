@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from gateway_bench import Bench
-
-from lightning_jax.testing.stalls import loop_stalls
+from stalls import loop_stalls
 
 MIB = 2**20
 USER = {"role": "user", "content": "hi"}

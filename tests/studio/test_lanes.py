@@ -11,7 +11,7 @@ from aiohttp import web
 from live_page import Live, live
 
 from lightning_jax.gateway.sessions.open_rollouts import Activity
-from lightning_jax.studio.live.lanes import BURST_S, Lane, Rate
+from lightning_jax.studio.live.lanes import BURST_S, Allowance, Lane
 
 
 def burn(seconds: float) -> None:
@@ -70,12 +70,15 @@ async def test_closed_lane_does_not_wait_for_its_share() -> None:
         await waiting
 
 
-def test_rate_admits_a_burst_and_then_its_rate() -> None:
+def test_an_allowance_grows_at_its_rate_up_to_a_burst() -> None:
     now = 0.0
-    rate = Rate(10.0, lambda: now)
-    assert sum(rate.admits() for _ in range(100)) == 20
-    now = 0.5
-    assert sum(rate.admits() for _ in range(100)) == 5
+    allowance = Allowance(10.0, 20.0, lambda: now)
+    allowance.take(25.0)
+    assert allowance.amount() == -5.0
+    now = 1.0
+    assert allowance.amount() == 5.0
+    now = 60.0
+    assert allowance.amount() == 20.0
 
 
 async def test_page_of_a_training_leaves_its_threads_alone(tmp_path: Path) -> None:

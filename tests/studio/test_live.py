@@ -20,9 +20,10 @@ from aiohttp import ClientResponse, ClientSession
 from chromium import CHROMIUM, open_browser
 from live_page import live
 
-from lightning_jax.cli.commands.studio import Studio
+from lightning_jax.cli.commands.studio import Studio, serve_live
 from lightning_jax.cli.main import main
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.calls.remote import RemoteEngine
 from lightning_jax.gateway.sessions.open_rollouts import Activity, RolloutActivity
@@ -30,8 +31,7 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog
 from lightning_jax.studio.live.overview import WINDOW_S, Throughput
-from lightning_jax.studio.live.server import ASSETS, LiveServer, page_of, serve_live
-from lightning_jax.studio.load import ViewError
+from lightning_jax.studio.live.server import ASSETS, LiveServer, page_of
 from lightning_jax.studio.records import CallView, RolloutView, SpanView, TokenView, as_json
 from lightning_jax.traces.listing import Filter
 from lightning_jax.traces.store import Store
@@ -481,7 +481,7 @@ async def test_other_host_names_are_refused_without_a_key(tmp_path: Path) -> Non
 async def test_exposed_address_needs_a_key(tmp_path: Path) -> None:
     records.make_run(tmp_path)
     server = LiveServer(Catalog([tmp_path]))
-    with pytest.raises(ViewError) as caught:
+    with pytest.raises(UserError) as caught:
         await serve_live(server, "0.0.0.0", 0, None)
     assert (caught.value.reason, caught.value.key) == ("missing", "--key")
     runner = await serve_live(LiveServer(Catalog([tmp_path]), "k"), "0.0.0.0", 0, "k")

@@ -17,8 +17,7 @@ from lightning_jax.studio.runs import find_runs, read_run, runs_table
 from lightning_jax.studio.terminal import as_markdown
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
-from lightning_jax.train.directory import read_end
-from lightning_jax.train.loop.startup import _locked
+from lightning_jax.train.directory import locked, read_end
 
 
 def make(
@@ -77,13 +76,13 @@ def test_a_folder_without_runs_is_refused(name: str, reason: str, tmp_path: Path
 def test_the_status_says_how_the_last_process_ended(tmp_path: Path) -> None:
     run = make(tmp_path / "a", {0: 1.0}, num_steps=9)
     assert read_run(run).status == "stopped"  # of a release that did not record it
-    with _locked(run):
+    with locked(run):
         assert read_run(run).status == "running"
     assert read_run(run).status == "finished"
-    with pytest.raises(KeyboardInterrupt), _locked(run):
+    with pytest.raises(KeyboardInterrupt), locked(run):
         raise KeyboardInterrupt
     assert read_run(run).status == "stopped"
-    with pytest.raises(ConfigError), _locked(run):
+    with pytest.raises(ConfigError), locked(run):
         raise ConfigError("the lake is empty", reason="empty")
     found, end = read_run(run), read_end(run)
     assert found.status == "failed" and "the lake is empty" in found.why

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from lightning_jax.cli.command import AtLeastOne, Command, UsageError, argument, flag
+from lightning_jax.cli.command import AtLeastOne, RunCommand, UsageError, argument, flag
 from lightning_jax.cli.commands.train import train_on_tasks
 from lightning_jax.cli.runtime import stop_on_sigterm
 
@@ -26,7 +26,7 @@ POLICY = (f"algorithm.max_staleness={2**31 - 1}",)  # no sample is too old
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learn(Command):
+class Learn(RunCommand):
     """Train on the stored attempts of a run. Nothing is sampled but evaluations.
 
     A step takes warmup.groups_per_step groups with --supervised, and with --policy those that a
@@ -38,7 +38,6 @@ class Learn(Command):
     """
 
     can_resume: ClassVar[bool] = True
-    run_dir: Path = argument("RUN", "a run directory")
     settings: list[str] = argument(
         "key=value",
         "settings that differ from the run's, such as run_dir, warmup.* and algorithm.*",
@@ -75,7 +74,6 @@ class Learn(Command):
     )
 
     def run(self) -> int:
-        from lightning_jax.train.directory import SETTINGS, STORE, require_run
         from lightning_jax.train.loop.check import check_start
 
         stop_on_sigterm()
@@ -85,7 +83,7 @@ class Learn(Command):
                 reason="conflict" if self.policy else "missing",
                 key="--supervised",
             )
-        require_run(self.run_dir, SETTINGS, STORE)
+        self.require_run()
         config = self._config()
         check_start(config)
         return train_on_tasks(config)

@@ -80,7 +80,9 @@ class New(Command):
                 key="DIR",
             ) from error
         if self.gym:
-            _set_family(folder / "config.yaml", self.gym, levels)
+            config = folder / "config.yaml"
+            text = re.sub("family: .*", f"family: {self.gym}", config.read_text())
+            config.write_text(re.sub(r"levels: \[.*?\]", f"levels: {levels}", text))
         for path in sorted(folder.iterdir()):
             print(path)
         program = shutil.which("lightning-jax")  # None if the command is not on PATH
@@ -94,9 +96,3 @@ class New(Command):
             )
         print(f"{command} try     # the agent once: calls, tokens, reward\n{command} train")
         return 0
-
-
-def _set_family(config: Path, family: str, levels: list[int]) -> None:
-    text = config.read_text()
-    text = re.sub("family: .*", f"family: {family}", text)
-    config.write_text(re.sub(r"levels: \[.*?\]", f"levels: {levels}", text))

@@ -4,7 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from lightning_jax.cli.command import AtLeastOne, Command, Index, UsageError, argument, flag
+from lightning_jax.cli.command import (
+    AtLeastOne,
+    Command,
+    Index,
+    RunCommand,
+    UsageError,
+    argument,
+    flag,
+)
 from lightning_jax.errors import UserError
 from lightning_jax.settings.schema import Positive
 from lightning_jax.studio import DEFAULT_CHARS, DEFAULT_LIMIT, Axis
@@ -60,7 +68,7 @@ class View(Command):
             if self.html is not None:
                 self._write_page(render_page(table, list(map(reader.rollout, ids))))
                 text = f"rollouts written to {self.html}: {len(ids)}"
-                console.print(text, markup=False, soft_wrap=True)
+                print(text)
             elif table is not None:
                 console.print(render_run(table, console.width))
             else:
@@ -145,23 +153,22 @@ class Compare(Command):
         console = Console(highlight=False)
         if self.markdown:
             text = "\n\n".join(as_markdown(grid) for grid in grids)
-            console.print(text, markup=False, soft_wrap=True)
+            print(text)
         else:
             for index, grid in enumerate(grids):
                 console.print(*[""] * bool(index), as_terminal(grid, console.width), sep="\n")
         if self.png is not None:
-            console.print(f"curves: {self.png}", markup=False, soft_wrap=True)
+            print(f"curves: {self.png}")
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify(Command):
+class Verify(RunCommand):
     """Recompute the log-probs of a run's stored calls with the weights that sampled them.
 
     The exit code is 1 if any differs.
     """
 
-    run_dir: Path = argument("RUN", "a run directory")
     limit: AtLeastOne | None = flag(
         "maximum number of calls to compare, evenly spaced (default: all)"
     )
@@ -170,9 +177,7 @@ class Verify(Command):
     )
 
     def run(self) -> int:
-        from lightning_jax.train.directory import SETTINGS, STORE, require_run
-
-        require_run(self.run_dir, SETTINGS, STORE)
+        self.require_run()
 
         from lightning_jax.cli.verify import as_text, verify  # imports JAX, after the check
 
@@ -182,7 +187,7 @@ class Verify(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rescore(Command):
+class Rescore(RunCommand):
     """Score the stored rollouts of a run by other rewards, and show what would change.
 
     Prints the mean of each component, the rank correlation with the stored rewards within groups,
@@ -191,7 +196,6 @@ class Rescore(Command):
     `learn` trains with the other rewards.
     """
 
-    run_dir: Path = argument("RUN", "a run directory")
     rewards: Path = flag(
         "YAML file with a section `rewards`, as in a config", "FILE", required=True
     )
@@ -201,9 +205,7 @@ class Rescore(Command):
     limit: AtLeastOne | None = flag("maximum number of groups, evenly spaced (default: all)", "N")
 
     def run(self) -> int:
-        from lightning_jax.train.directory import SETTINGS, STORE, require_run
-
-        require_run(self.run_dir, SETTINGS, STORE)
+        self.require_run()
 
         from lightning_jax.cli.rescore import rescore  # imports JAX, after the check
 

@@ -6,18 +6,36 @@ Nothing heavy is imported before the command runs.
 import argparse
 import json
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_jax.cli.command import Command, UsageError, flag
-from lightning_jax.cli.config import ServerConfig
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue, UserError
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.model_files import local_path
+from lightning_jax.settings.schema import Count, NonNegative, Rule, Section, section
 
 if TYPE_CHECKING:
     from lightning_jax.gateway.app import Gateway
+
+
+@section
+class ServerConfig(Section):
+    """Settings of a server without a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    record: str | None = None
+    """SQLite file that records every call; None: do not record."""
+    drain_s: NonNegative = 30.0
+    """Time that running requests have to finish at shutdown."""
+    tensor: Count = 1
+    """GPUs or TPUs per copy of the model; the others hold more copies."""
+
+    def rules(self) -> Iterator[Rule]:
+        yield "record", self.record != "", "expected the name of a file"
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -6,11 +6,17 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lightning_jax.cli.command import Command, Port, UsageError, argument, flag
-from lightning_jax.cli.runtime import cancel_at_stop
+from lightning_jax.cli.runtime import run_until_stopped
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from lightning_jax.studio.live.server import LiveServer
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +45,9 @@ class Studio(Command):
     )
 
     def run(self) -> int:
+        from lightning_jax.gateway.http.server import local_url
         from lightning_jax.studio.live.catalog import Catalog
-        from lightning_jax.studio.live.server import serve_until_stopped
+        from lightning_jax.studio.live.server import LiveServer
 
         if self.key is not None and self.no_key:
             raise UsageError(
@@ -50,15 +57,36 @@ class Studio(Command):
         key = self.key or os.environ.get(KEY) or secrets.token_urlsafe(24)
         key = None if self.no_key else key
 
-        def announce(url: str) -> None:
-            log.info("runs found: %d; serving the page at %s", len(catalog.runs()), url)
-
-        async def until_stopped() -> None:
-            with cancel_at_stop():
-                await serve_until_stopped(catalog, self.host, self.port, key, announce)
+        async def serve() -> None:
+            runner = await serve_live(LiveServer(catalog, key), self.host, self.port, key)
+            try:
+                url = local_url(runner.addresses[0]) + (f"/#key={key}" if key else "/")
+                log.info("runs found: %d; serving the page at %s", len(catalog.runs()), url)
+                await asyncio.Event().wait()
+            finally:
+                await runner.cleanup()
 
         try:
-            asyncio.run(until_stopped())
+            run_until_stopped(serve())
         except asyncio.CancelledError:
             log.info("stopped")
         return 0
+
+
+async def serve_live(
+    server: "LiveServer", host: str, port: int, key: str | None
+) -> "web.AppRunner":
+    """Start to serve. Raises UserError if others can reach the host and there is no key.
+
+    Raises GatewayError if the address is not available.
+    """
+    from lightning_jax.gateway.http.server import is_exposed, listen
+
+    if not key and is_exposed(host):
+        raise UserError(
+            f"--host is {host!r}, which other machines can reach, and --no-key is set; leave out "
+            "--no-key, or leave --host at 127.0.0.1.",
+            reason="missing",
+            key="--key",
+        )
+    return await listen(server.application(), ServeConfig(host=host, port=port, api_key=key))

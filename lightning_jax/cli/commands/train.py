@@ -28,18 +28,15 @@ class Train(SettingsCommand):
     )
 
     def run(self) -> int:
-        from lightning_jax.settings import load_config
-        from lightning_jax.train.config import Config
         from lightning_jax.train.loop.check import check_start
 
         stop_on_sigterm()
-        layers = self.layers()
-        config = load_config(Config, layers)
+        config = self.load_config()
         check_start(config)
         if config.cluster.trainers:
             from lightning_jax.cli.train_in_cluster import train_in_cluster
 
-            return train_in_cluster(config, layers, has_page=self.studio)
+            return train_in_cluster(config, self.layers(), has_page=self.studio)
         return train_on_tasks(config, has_page=self.studio)
 
 
@@ -78,8 +75,6 @@ class Plan(SettingsCommand):
     )
 
     def run(self) -> int:
-        from lightning_jax.settings import load_config
-        from lightning_jax.train.config import Config
         from lightning_jax.train.loop.check import check_model
 
         if self.devices is not None and self.target is not None:
@@ -88,7 +83,7 @@ class Plan(SettingsCommand):
                 reason="conflict",
                 key="--target",
             )
-        config = load_config(Config, self.layers())
+        config = self.load_config()
         check_model(config)
 
         from lightning_jax.train.memory import plan  # imports JAX, after the checks

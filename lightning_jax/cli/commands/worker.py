@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_jax.cli.command import AtLeastOne, SettingsCommand, flag
-from lightning_jax.cli.runtime import cancel_at_stop
+from lightning_jax.cli.runtime import run_until_stopped
 from lightning_jax.settings.schema import is_plain_url
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,8 @@ class Worker(SettingsCommand):
         from lightning_jax.rollouts.agents.program import make_agent
         from lightning_jax.rollouts.workers.work import fingerprint
         from lightning_jax.rollouts.workers.worker import Server, run_worker, worker_name
-        from lightning_jax.settings import ConfigError, load_config
+        from lightning_jax.settings import ConfigError
         from lightning_jax.system.network import go_direct
-        from lightning_jax.train.config import Config
         from lightning_jax.train.loop.check import check_agent
 
         key = self.key or os.environ.get(KEY)
@@ -51,27 +50,17 @@ class Worker(SettingsCommand):
                 key="--server",
             )
         # Others may name files and variables of the run's machine.
-        sections = ["agent", "rollout", "algorithm"]
-        config = load_config(Config, self.layers(), only=sections)
+        config = self.load_config(only=["agent", "rollout", "algorithm"])
         check_agent(config)
         go_direct(self.server)  # before the agent makes its clients
         agent = make_agent(config.agent)
         concurrency = self.concurrency or config.rollout.concurrency
         server = Server(self.server.rstrip("/").removesuffix("/v1"), key)
-
-        async def until_stopped() -> None:
-            with cancel_at_stop():
-                log.info("taking up to %d rollouts at once from %s", concurrency, server.url)
-                await run_worker(
-                    agent,
-                    fingerprint(config.agent),
-                    server,
-                    concurrency=concurrency,
-                    name=worker_name(),
-                )
-
+        log.info("taking up to %d rollouts at once from %s", concurrency, server.url)
+        digest, name = fingerprint(config.agent), worker_name()
         try:
-            asyncio.run(until_stopped())
+            work = run_worker(agent, digest, server, concurrency=concurrency, name=name)
+            run_until_stopped(work)
         except asyncio.CancelledError:
             log.info("stopped")
         return 0

@@ -21,7 +21,7 @@ from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.rl.update.logprobs import response_logprobs
 from lightning_jax.train.config import Config
 
-SHORTEST_ROW = 64  # tokens; rows are padded to this times a power of 2, one compile each
+SHORTEST_ROW = 64  # tokens; rows are padded to a power of 2 from this on, one compile each
 TOKENS_A_BATCH = 2048
 HEAD_CHUNK = 64  # response tokens whose logits are in memory at once
 
@@ -74,19 +74,12 @@ def _batches(
     """Yield calls of similar length with the (rows, row length) that they are padded to."""
     by_length: defaultdict[int, list[StoredCall]] = defaultdict(list)
     for call in calls:
-        by_length[_row_len(call)].append(call)
+        length = len(call.transition.prompt_token_ids) + len(call.transition.response_token_ids)
+        by_length[max(1 << (length - 1).bit_length(), SHORTEST_ROW)].append(call)
     for row_len, group in sorted(by_length.items()):
         num_rows = row_shards * max(1, TOKENS_A_BATCH // (row_len * row_shards))
         for start in range(0, len(group), num_rows):
             yield group[start : start + num_rows], (num_rows, row_len)
-
-
-def _row_len(stored: StoredCall) -> int:
-    """Return the padded length of prompt and response together."""
-    length, call = SHORTEST_ROW, stored.transition
-    while length < len(call.prompt_token_ids) + len(call.response_token_ids):
-        length *= 2
-    return length
 
 
 def _batch(

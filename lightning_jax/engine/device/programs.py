@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from lightning_jax.engine.sampling import Adjustment, Sampled, sample
+from lightning_jax.engine.sampling import Adjustment, Sampled, Work, sample
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.attention.kv_cache import KVCache, init_cache, join_caches
 from lightning_jax.models.shape import DecoderConfig
@@ -122,6 +123,7 @@ def generate(
     config: DecoderConfig,
     segments: int,
     rows: int,
+    work: Work | None = None,
 ) -> tuple[DecodeState, Sampled]:
     """Feed the next token of each active slot in the first `rows`, and sample one token after it.
 
@@ -148,7 +150,8 @@ def generate(
         jax.random.wrap_key_data(slots.key, impl="threefry2x32"), counts
     )
     temperature = jnp.where(active, slots.temperature, 0.0)  # greedy is cheapest
-    sampled = sample(logits, keys, temperature, slots.top_p, slots.top_k, slots.min_p, adjustment)
+    filters = slots.top_p, slots.top_k, slots.min_p
+    sampled = sample(logits, keys, temperature, *filters, adjustment, work)
     step = active.astype(jnp.int32)
     slots = replace(
         state.slots,
@@ -167,10 +170,12 @@ def generate_steps(
     segments: int,
     rows: int,
     steps: int,
+    work: Work | None = None,
 ) -> tuple[DecodeState, Sampled]:
     """Run `steps` generate steps. The sampled arrays have a leading axis for them."""
+    step = partial(generate, config=config, segments=segments, rows=rows, work=work)
 
     def decode_once(state: DecodeState, _: None) -> tuple[DecodeState, Sampled]:
-        return generate(params, state, slot_mask, config=config, segments=segments, rows=rows)
+        return step(params, state, slot_mask)
 
     return jax.lax.scan(decode_once, state, None, length=steps)

@@ -27,7 +27,7 @@ from lightning_jax.engine.device import programs
 from lightning_jax.engine.device.executables import Compiler, Costs, Executables, Size
 from lightning_jax.engine.device.pages import PageCopier
 from lightning_jax.engine.device.programs import DecodeState, Start, start_of
-from lightning_jax.engine.sampling import Adjustment, Sampled
+from lightning_jax.engine.sampling import Adjustment, Sampled, Work
 from lightning_jax.engine.scheduler import ChunkBatch, plan_prefill, row_counts
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
@@ -145,11 +145,14 @@ class SlotPrograms:
             programs.generate_steps, config=self.config, steps=self.steps_per_dispatch
         )
 
-        def decode(name: str, program: Any) -> Executables:
+        has_branches = self._platform == "cpu"
+
+        def decode(name: str, program: Any, **chosen: bool) -> Executables:
             """Return the executables of a generate step, by (cache segments, rows)."""
+            work = None if has_branches else Work(**chosen)
 
             def lower(size: Size, *shapes: Any) -> Any:
-                sized = partial(program, segments=size[0], rows=size[1])
+                sized = partial(program, segments=size[0], rows=size[1], work=work)
                 return jit(sized, donate_argnums=1, out_shardings=(state, plain)).lower(*shapes)
 
             costs = Costs(fixed_share=0.7)  # to read the weights
@@ -160,11 +163,19 @@ class SlotPrograms:
         # Separate programs, because most steps need neither masks nor the likeliest tokens, and few
         # a bias.
         self._generate_adjusted = decode("generate_adjusted", generate)
-        self._generate_biased = decode("generate_biased", generate)
-        self._sized = (
+        self._generate_biased = decode("generate_biased", generate, filters=True, likeliest=True)
+        self._sized = [
             *(self._prefill, self._generate, self._generate_steps),
             *(self._generate_adjusted, self._generate_biased),
-        )
+        ]
+        # On a CPU, branches of the same programs do this.
+        self._generate_filtered, self._steps_filtered = self._generate, self._generate_steps
+        self._generate_full = self._generate_adjusted
+        if not has_branches:
+            self._generate_filtered = decode("generate_filtered", generate, filters=True)
+            self._steps_filtered = decode("steps_filtered", many_steps, filters=True)
+            self._generate_full = decode("generate_full", generate, filters=True, likeliest=True)
+            self._sized += [self._generate_filtered, self._steps_filtered, self._generate_full]
 
     def put_on_mesh(self, params: Params | ServingCopy) -> Params:
         """Return a copy of the weights, or of some of them, in the engine's layout and dtype.
@@ -286,6 +297,7 @@ class SlotPrograms:
         adjustment: Adjustment | None = None,
         slots: Sequence[int] | None = None,
         steps: int = 1,
+        has_filters: bool = True,
     ) -> tuple[DecodeState, Sampled]:
         """Sample one token for each active slot, or for each one among `slots`. Donates `state`.
 
@@ -296,7 +308,8 @@ class SlotPrograms:
         `longest` bounds the tokens in any row of `slots`, including the new ones, so that less of
         the cache is read. The result covers rows up to the last of `slots`, or more. With an
         `adjustment`, every step runs all rows, and with a bias it also reads the whole cache. The
-        arrays of an `adjustment` must not change before the step is done.
+        arrays of an `adjustment` must not change before the step is done. Without `has_filters`
+        the caller promises that no row has a filter, which an accelerator's program then lacks.
         """
         length = self.max_len if longest is None else longest
         segments = 1 + bisect.bisect_left(self.capacities, length)
@@ -306,9 +319,13 @@ class SlotPrograms:
         arguments: tuple[Any, ...] = (params, state, slot_mask)
         if adjustment is None:
             rows = next(n for n in self.slot_counts if n > max(chosen))
-            program = self._generate if steps == 1 else self._generate_steps
+            plain, filtered = self._generate, self._generate_filtered
+            if steps > 1:
+                plain, filtered = self._generate_steps, self._steps_filtered
+            program = filtered if has_filters else plain
         elif adjustment.bias is None:
-            rows, program = self.num_slots, self._generate_adjusted
+            is_full, rows = has_filters or adjustment.has_likeliest, self.num_slots
+            program = self._generate_full if is_full else self._generate_adjusted
             arguments = (*arguments, adjustment)
         else:
             rows, segments, program = self.num_slots, len(self.capacities), self._generate_biased
@@ -379,7 +396,11 @@ class SlotPrograms:
                 self._generate_steps.compile(size, *arguments)
         for segments in range(1, most + 1):
             size = (segments, self.num_slots)
-            self._generate_adjusted.compile(size, *arguments, self.adjustment())
+            self._generate_filtered.compile(size, *arguments)
+            if self.steps_per_dispatch > 1:
+                self._steps_filtered.compile(size, *arguments)
+            for executables in (self._generate_adjusted, self._generate_full):
+                executables.compile(size, *arguments, self.adjustment())
         size = (most, self.num_slots)
         self._generate_biased.compile(size, *arguments, self.adjustment(has_bias=True))
         adapter = None if self.config.execution.num_adapters is None else 0

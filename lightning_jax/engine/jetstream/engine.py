@@ -27,7 +27,7 @@ from lightning_jax.engine.generation import EngineError
 from lightning_jax.engine.sampling import Sampled
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.settings import ConfigError
-from lightning_jax.system.packages import is_installed
+from lightning_jax.settings.loading import is_installed
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.gateway.sessions.open_rollouts import RolloutActivity
 from lightning_jax.rollouts.results.failures import Failure
 from lightning_jax.studio import DEFAULT_LIMIT
-from lightning_jax.studio.comparison import compare, settings_table
+from lightning_jax.studio.comparison import compare_groups, settings_table
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
 from lightning_jax.studio.live.overview import find_worst_group, learning, task_names
 from lightning_jax.studio.live.search import search_transcripts
@@ -57,7 +57,7 @@ def run_answer(run: WatchedRun) -> Json:
     summary = run.summary()
     with run.listing() as listing:
         worst_group = find_worst_group(listing, summary)
-        steps = {phase: listing.steps(phase) for phase in PHASES}
+        steps = {f"{phase}_steps": listing.steps(phase) for phase in PHASES}
         failures = [
             Failure(status, reason, number, example, cut(detail or "", 300))
             for status, reason, number, example, detail in listing.failures()
@@ -65,13 +65,9 @@ def run_answer(run: WatchedRun) -> Json:
     return as_json(summary) | {
         "learning": as_json(learning(summary)),
         "warmup_steps": warmup_steps(summary.rows),
-        "worst_group": as_json(worst_group),
+        "worst_group": worst_group,
         "metrics": sorted({name for row in summary.rows for name in row} - {"step"}),
-        "train_steps": steps["train"],
-        "eval_steps": steps["eval"],
-        "sampled_steps": steps["sampled"],
-        "probe_steps": steps["probe"],
-        "prompt_steps": steps["prompt"],
+        **steps,
         "failures": as_json(failures),
         "settings": [
             {"name": name, "value": printable(str(value))}
@@ -105,24 +101,23 @@ def live_answer(
     summary, now_ns = run.summary(), time.time_ns()
     with run.listing() as listing:
         if rollouts is None:
-            found = [(rollout, start, {}) for rollout, start in listing.running(MAX_RUNNING)]
-            is_whole = len(found) < MAX_RUNNING
-            number = len(found) if is_whole else listing.number(Filter(status="running"))
+            running = [(rollout, start, {}) for rollout, start in listing.running(MAX_RUNNING)]
+            is_whole = len(running) < MAX_RUNNING
+            number = len(running) if is_whole else listing.number(Filter(status="running"))
         else:
-            shown = [(listing.rollout(now.rollout_id), now) for now in rollouts[:MAX_RUNNING]]
-            found = [
+            running = [
                 (rollout, now.start_ns, {"calls": now.num_calls, "tokens": now.num_tokens})
-                for rollout, now in shown
-                if rollout is not None
+                for now in rollouts[:MAX_RUNNING]
+                if (rollout := listing.rollout(now.rollout_id)) is not None
             ]
             number = len(rollouts)
-        names = task_names(listing, [rollout for rollout, _, _ in found])
-    ages = [None if start is None else max(now_ns - start, 0) / 1e9 for _, start, _ in found]
+        names = task_names(listing, [rollout for rollout, _, _ in running])
+    ages = [None if start is None else max(now_ns - start, 0) / 1e9 for _, start, _ in running]
     return {
         "status": summary.status,
         "running": [
             as_json(RolloutRow(rollout, names[rollout.rollout_id], age)) | more
-            for (rollout, _, more), age in zip(found, ages, strict=True)
+            for (rollout, _, more), age in zip(running, ages, strict=True)
         ],
         "num_running": number,
         "server": server,
@@ -133,52 +128,49 @@ def live_answer(
 # Lists of a run
 
 
-def search_answer(run: WatchedRun, text: str, wanted: Filter, cursor: int | None) -> Json:
+def search_answer(run: WatchedRun, text: str, query: Filter, cursor: int | None) -> Json:
     """Search transcripts for a few seconds. With the cursor, a later request continues."""
     with run.listing() as listing:
-        found = search_transcripts(run.reader, listing, text, wanted, cursor=cursor)
+        result = search_transcripts(run.reader, listing, text, query, cursor=cursor)
         with run.reader() as reader:
             _, why_no_text = reader.tokenizer
-        rollouts = [listing.rollout(match.rollout_id) for match in found.matches]
+        rollouts = [listing.rollout(match.rollout_id) for match in result.matches]
         rows = rollout_rows(listing, [rollout for rollout in rollouts if rollout])
         by_id = {row.rollout.rollout_id: as_json(row) for row in rows}
         return {
             "matches": [
                 by_id[match.rollout_id] | as_json(match)
-                for match in found.matches
+                for match in result.matches
                 if match.rollout_id in by_id
             ],
-            "searched": found.num_searched,
-            "cut": found.num_cut,
-            "cursor": found.cursor,
-            "total": listing.number(wanted),
+            "searched": result.num_searched,
+            "cut": result.num_cut,
+            "cursor": result.cursor,
+            "total": listing.number(query),
             "notes": [why_no_text] if why_no_text else [],
         }
 
 
-def groups_answer(
-    run: WatchedRun, wanted: Filter, order: Order, *, limit: int, offset: int
-) -> Json:
+def groups_answer(run: WatchedRun, query: Filter, order: Order, *, limit: int, offset: int) -> Json:
     """Return a page of groups with the rewards of all their attempts."""
     with run.listing() as listing:
-        rows = listing.groups(wanted, order, limit=limit, offset=offset)
+        rows = listing.groups(query, order, limit=limit, offset=offset)
         groups = []
         for row in rows:
             attempts = listing.rollouts(Filter(group_id=row.group_id), limit=MAX_ATTEMPTS)
-            names = task_names(listing, attempts[:1])
-            name = names[attempts[0].rollout_id] if attempts else ""
-            views = [attempt_view(attempt) for attempt in attempts]
+            name = next(iter(task_names(listing, attempts[:1]).values()), "")
+            views = list(map(attempt_view, attempts))
             groups.append(as_json(row) | as_json({"task_name": name, "attempts": views}))
-        return {"groups": groups, "total": listing.num_groups(wanted), "offset": offset}
+        return {"groups": groups, "total": listing.num_groups(query), "offset": offset}
 
 
-def rollouts_answer(run: WatchedRun, wanted: Filter, *, limit: int, offset: int) -> Json:
+def rollouts_answer(run: WatchedRun, query: Filter, *, limit: int, offset: int) -> Json:
     """Return a page of rollouts, newest step first, without their transcripts."""
     with run.listing() as listing:
-        rollouts = listing.rollouts(wanted, limit=limit, offset=offset)
+        rollouts = listing.rollouts(query, limit=limit, offset=offset)
         return {
             "rollouts": as_json(rollout_rows(listing, rollouts)),
-            "total": listing.number(wanted),
+            "total": listing.number(query),
             "offset": offset,
         }
 
@@ -212,25 +204,25 @@ def group_texts_answer(run: WatchedRun, group_id: str) -> Json:
     for attempt in attempts:
         with run.reader() as reader:
             views[attempt.rollout_id] = reader.rollout(attempt.rollout_id)
-    shown = earning_calls(views)
-    found = {}
-    for rollout_id, view in views.items():
-        credits = [call.credit for call in view.calls if call.credit is not None]
-        found[rollout_id] = {
-            "parts": [_part(call) for call in shown[rollout_id]],
-            "num_calls": len(view.calls),
-            "advantages": [credit.advantage for credit in credits],
-            "notes": list(view.notes),
-        }
-    return {"attempts": found}
-
-
-def _part(call: CallView) -> Json:
+    earning = earning_calls(views)
     return {
-        "number": call.number,
-        "who": cut(call.role or call.agent or call.answered_by, MAX_NAME_CHARS),
-        "reward": call.reward,
-        "response": cut(call.response, MAX_ANSWER_CHARS),
+        "attempts": {
+            rollout_id: {
+                "parts": [
+                    {
+                        "number": call.number,
+                        "who": cut(call.role or call.agent or call.answered_by, MAX_NAME_CHARS),
+                        "reward": call.reward,
+                        "response": cut(call.response, MAX_ANSWER_CHARS),
+                    }
+                    for call in earning[rollout_id]
+                ],
+                "num_calls": len(view.calls),
+                "advantages": [call.credit.advantage for call in view.calls if call.credit],
+                "notes": list(view.notes),
+            }
+            for rollout_id, view in views.items()
+        }
     }
 
 
@@ -241,21 +233,19 @@ def earning_calls(attempts: Mapping[str, RolloutView]) -> dict[str, list[CallVie
     read the same in attempts with different rewards, such as a verdict at the end, add as many
     earlier calls as it takes until they differ.
     """
-    chosen = {name: _last_calls(view, 1) for name, view in attempts.items()}
-    if not _is_ambiguous(chosen, attempts):
-        return chosen
-    for number in range(2, MAX_CALLS + 1):
-        longer = {name: _last_calls(view, number) for name, view in attempts.items()}
-        if not _is_ambiguous(longer, attempts):
-            return longer
-    return chosen
+    choices = [
+        {name: _last_calls(view, number) for name, view in attempts.items()}
+        for number in range(1, MAX_CALLS + 1)
+    ]
+    clear = (chosen for chosen in choices if not _is_ambiguous(chosen, attempts))
+    return next(clear, choices[0])
 
 
 def _last_calls(view: RolloutView, number: int) -> list[CallView]:
     """Return the last calls, the last one of each agent and role, and those with a reward."""
     calls = sorted(view.calls, key=lambda call: call.number)
-    shown = {(call.agent, call.role, call.answered_by): call.number for call in calls}
-    numbers = {*shown.values(), *(call.number for call in calls[-number:])}
+    last = {(call.agent, call.role, call.answered_by): call.number for call in calls}
+    numbers = {*last.values(), *(call.number for call in calls[-number:])}
     return [call for call in calls if call.number in numbers or call.reward]
 
 
@@ -267,7 +257,7 @@ def _is_ambiguous(
     for name, calls in chosen.items():
         texts = tuple(call.response for call in calls)
         rewards.setdefault(texts, set()).add(attempts[name].rollout.reward)
-    return any(len(found) > 1 for found in rewards.values())
+    return any(len(values) > 1 for values in rewards.values())
 
 
 # One rollout
@@ -280,7 +270,7 @@ def rollout_answer(run: WatchedRun, rollout_id: str) -> Json:
     with run.listing() as listing:
         neighbors = listing.neighbors(view.rollout)
         group = listing.rollouts(Filter(group_id=view.rollout.group_id), limit=MAX_ATTEMPTS)
-    attempts = as_json([attempt_view(attempt) for attempt in group])
+    attempts = as_json(list(map(attempt_view, group)))
     return as_json(view) | {"neighbors": neighbors, "attempts": attempts}
 
 
@@ -301,16 +291,16 @@ def compare_answer(groups: Sequence[Sequence[WatchedRun]]) -> Json:
             reason="out_of_range",
             key="group",
         )
-    return as_json(compare([[run.summary() for run in group] for group in groups]))
+    return as_json(compare_groups([[run.summary() for run in group] for group in groups]))
 
 
 # Files
 
 
-def run_page(run: WatchedRun, wanted: Filter) -> str:
+def run_page(run: WatchedRun, query: Filter) -> str:
     """Return one HTML page with the newest rollouts of a phase or a step, and their details."""
     with run.reader() as reader:
-        view = reader.run(phase=wanted.phase, step=wanted.step, limit=DEFAULT_LIMIT)
+        view = reader.run(phase=query.phase, step=query.step, limit=DEFAULT_LIMIT)
         return render_page(view, [reader.rollout(row.rollout.rollout_id) for row in view.rows])
 
 
@@ -320,10 +310,10 @@ def rollout_page(run: WatchedRun, rollout_id: str) -> str:
         return render_page(None, [reader.rollout(rollout_id)])
 
 
-def jsonl_keys(run: WatchedRun, wanted: Filter) -> list[Sequence[int]]:
+def jsonl_keys(run: WatchedRun, query: Filter) -> list[Sequence[int]]:
     """Return the keys of the matching rollouts in parts for `jsonl_lines`."""
     with run.listing() as listing:
-        keys = listing.keys(wanted)
+        keys = listing.keys(query)
     return [keys[start : start + LINES] for start in range(0, len(keys), LINES)]
 
 

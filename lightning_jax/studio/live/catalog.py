@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_jax.errors import UserError
-from lightning_jax.settings import ConfigError
 from lightning_jax.studio.load import RunReader, ViewError
-from lightning_jax.studio.runs import RunSummary, read_run, require_folder, run_dirs, run_key
+from lightning_jax.studio.runs import RunSummary, find_run_dirs, read_run, run_dirs, run_key
 from lightning_jax.traces.listing import StoreListing
 from lightning_jax.traces.store import Store
 from lightning_jax.train.directory import ENDED, LOCK, METRICS, SETTINGS, STORE, require_run
@@ -52,12 +51,12 @@ class WatchedRun:
 
     def stamp(self) -> Stamp:
         """Return a value that changes with the run's files."""
-        found = []
+        stamps = []
         for name in WATCHED:
             with suppress(OSError):
                 stat = (self.directory / name).stat()
-                found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-        return tuple(found)
+                stamps.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return tuple(stamps)
 
     def summary(self) -> RunSummary:
         """Return the run's summary, which may be a second old. Raises ConfigError if it is gone."""
@@ -65,10 +64,8 @@ class WatchedRun:
         with self._summary_lock:
             started = time.monotonic()
             if self._summary is None or started >= self._summary[1]:
-                found = read_run(self.directory, self.name)
-                now = time.monotonic()
-                age_s = max(MIN_AGE_S, (now - started) / MAX_COST)
-                self._summary = (found, now + age_s)
+                summary, now = read_run(self.directory, self.name), time.monotonic()
+                self._summary = summary, now + max(MIN_AGE_S, (now - started) / MAX_COST)
             return self._summary[0]
 
     @contextmanager
@@ -123,27 +120,18 @@ class Catalog:
         self._folders = tuple(folders)
         self._lock = threading.Lock()
         self._runs: dict[str, WatchedRun] = {}
-        for folder in self._folders:
-            require_folder(folder)
-        self.scan()
-        if not self._runs:
-            raise ConfigError(
-                f"{', '.join(map(str, self._folders))}: no run there; pass the folder that holds "
-                "your runs, or start one with `lightning-jax train`.",
-                reason="empty",
-                key="RUNS",
-            )
+        self._watch(find_run_dirs(self._folders))
 
     def scan(self) -> None:
         """Add the runs that are new, and close those whose directory is gone."""
-        found = [
-            WatchedRun(path, name)
-            for folder in self._folders
-            if folder.is_dir()
-            for path, name in run_dirs(folder)
-        ]
+        folders = filter(Path.is_dir, self._folders)
+        self._watch([path for folder in folders for path in run_dirs(folder)])
+
+    def _watch(self, paths: Sequence[tuple[Path, str]]) -> None:
+        """Watch the runs in these directories, which have names, and no others."""
+        runs = [WatchedRun(path, name) for path, name in paths]
         with self._lock:
-            present = {run.key: self._runs.get(run.key, run) for run in found}
+            present = {run.key: self._runs.get(run.key, run) for run in runs}
             gone = [run for key, run in self._runs.items() if key not in present]
             self._runs = present
         for run in gone:
@@ -167,11 +155,11 @@ class Catalog:
 
     def summaries(self) -> list[RunSummary]:
         """Return the runs that can be read, newest first."""
-        found = []
+        summaries = []
         for run in self.runs():
             with suppress(UserError, OSError):  # deleted, or its files are being written
-                found.append(run.summary())
-        return sorted(found, key=lambda run: -(run.started_s or 0.0))
+                summaries.append(run.summary())
+        return sorted(summaries, key=lambda run: -(run.started_s or 0.0))
 
     def close(self) -> None:
         for run in self.runs():

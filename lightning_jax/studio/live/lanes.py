@@ -38,6 +38,12 @@ def too_busy(reason: str) -> web.HTTPServiceUnavailable:
     return web.HTTPServiceUnavailable(reason=reason, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
+def retrieve_failure(work: asyncio.Future[Any]) -> None:
+    """Look at the exception of work that has ended, or asyncio logs that nobody did."""
+    if not work.cancelled():
+        work.exception()
+
+
 class Lane:
     """Threads for one kind of work. `share` of a core is theirs; 1 or more: no limit.
 
@@ -49,9 +55,8 @@ class Lane:
     ) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=f"page-{name}")
         self._max_pending = num_threads + max_waiting
-        self._share = share
+        self._share, self._allowance = share, Allowance(share, BURST_S)
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._credit_s, self._at = BURST_S, time.monotonic()
         self.num_pending = 0
         self.num_refused = 0
 
@@ -75,48 +80,43 @@ class Lane:
 
     def _on_done(self, working: asyncio.Future[T]) -> None:
         self.num_pending -= 1
-        if not working.cancelled():
-            working.exception()  # retrieved, even if nobody waits for it
+        retrieve_failure(working)
 
     def _work(self, function: Callable[[], T]) -> T:
         if self._share >= 1:
             return function()
-        self._closed.wait(self._debt_s() / self._share)
+        with self._lock:
+            debt_s = max(-self._allowance.amount(), 0.0)
+        self._closed.wait(debt_s / self._share)
         started = time.thread_time()
         try:
             return function()
         finally:
-            self._charge(time.thread_time() - started)
-
-    def _debt_s(self) -> float:
-        """Return the CPU time that this lane has taken beyond its share."""
-        with self._lock:
-            now = time.monotonic()
-            self._credit_s = min(BURST_S, self._credit_s + self._share * (now - self._at))
-            self._at = now
-            return max(-self._credit_s, 0.0)
-
-    def _charge(self, cpu_s: float) -> None:
-        with self._lock:
-            self._credit_s -= cpu_s
+            with self._lock:
+                self._allowance.take(time.thread_time() - started)
 
 
-class Rate:
-    """Limit of requests per second, over a burst. Use it in one event loop."""
+class Allowance:
+    """Amount that grows by `per_s` up to a burst, and that one may take more of than there is.
 
-    def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_s, self._clock = per_s, clock
-        self._left, self._at = 2 * per_s, clock()
+    Use it in one thread at a time.
+    """
 
-    def admits(self) -> bool:
-        """Count a request. Return False if there are too many."""
+    def __init__(
+        self, per_s: float, burst: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_s, self._burst, self._clock = per_s, burst, clock
+        self._amount, self._measured_s = burst, clock()
+
+    def amount(self) -> float:
+        """Return what may be taken now, below 0 if too much was."""
         now = self._clock()
-        self._left = min(2 * self._per_s, self._left + self._per_s * (now - self._at))
-        self._at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
+        grown = self._amount + self._per_s * (now - self._measured_s)
+        self._amount, self._measured_s = min(self._burst, grown), now
+        return self._amount
+
+    def take(self, amount: float) -> None:
+        self._amount -= amount
 
 
 # Shared answers
@@ -155,7 +155,7 @@ class SharedAnswers:
         )
         if task is None or not is_known:
             task = asyncio.create_task(self._lane.run(lambda: encode(compute())))
-            task.add_done_callback(_look_at)  # nobody may be left who waits for it
+            task.add_done_callback(retrieve_failure)  # nobody may be left who waits for it
             self.num_computed += 1
             self._tasks[address] = time.monotonic(), task
             self._tasks.move_to_end(address)
@@ -167,9 +167,3 @@ class SharedAnswers:
             if self._tasks.get(address, (0.0, None))[1] is task:
                 del self._tasks[address]
             raise
-
-
-def _look_at(task: asyncio.Task[Encoded]) -> None:
-    """Retrieve a failure, so that asyncio does not log it as never retrieved."""
-    if not task.cancelled():
-        task.exception()

@@ -9,7 +9,7 @@ from lightning_jax.gateway.sessions.open_rollouts import Activity
 from lightning_jax.rollouts.results.compare_tasks import sign_test
 from lightning_jax.studio.build import task_name
 from lightning_jax.studio.comparison import SIGNIFICANT
-from lightning_jax.studio.records import Json, Verdict
+from lightning_jax.studio.records import Json, Verdict, as_json
 from lightning_jax.studio.runs import RunSummary
 from lightning_jax.traces.listing import Filter, StoreListing
 from lightning_jax.train.watch.curves import warmup_steps
@@ -75,16 +75,9 @@ def find_worst_group(listing: StoreListing, summary: RunSummary) -> Json | None:
     steps = [int(row["step"]) for row in summary.rows if "rollout/reward_mean" in row]
     if not steps:
         return None
-    groups = listing.groups(Filter(phase="train", step=max(steps)), "worst", limit=1)
-    for group in groups:
-        attempts = listing.rollouts(Filter(group_id=group.group_id), limit=1)
-        names = task_names(listing, attempts)
-        return {
-            "group_id": group.group_id,
-            "step": group.step,
-            "reward_mean": group.reward_mean,
-            "task_name": names.get(attempts[0].rollout_id, "") if attempts else "",
-        }
+    for group in listing.groups(Filter(phase="train", step=max(steps)), "worst", limit=1):
+        names = task_names(listing, listing.rollouts(Filter(group_id=group.group_id), limit=1))
+        return as_json(group) | {"task_name": next(iter(names.values()), "")}
     return None
 
 

@@ -48,7 +48,7 @@ def search_transcripts(
     open_reader: Callable[[], AbstractContextManager[RunReader]],
     listing: StoreListing,
     text: str,
-    wanted: Filter,
+    query: Filter,
     *,
     cursor: int | None = None,
     max_s: float = MAX_S,
@@ -62,11 +62,11 @@ def search_transcripts(
     pattern, end = re.compile(re.escape(text), re.IGNORECASE), clock() + max_s
     matches: list[Match] = []
     num_searched = num_cut = 0
-    while page := listing.newest(wanted, before=cursor, limit=PAGE):
+    while page := listing.newest(query, before=cursor, limit=PAGE):
         with open_reader() as reader:
             for cursor, rollout_id in page:
-                found, is_cut = _search(reader, rollout_id, pattern)
-                matches += [found] if found is not None else []
+                match, is_cut = _search(reader, rollout_id, pattern)
+                matches += [match] if match is not None else []
                 num_searched, num_cut = num_searched + 1, num_cut + is_cut
                 if len(matches) >= MAX_MATCHES or clock() >= end:
                     return SearchResult(tuple(matches), num_searched, num_cut, cursor)
@@ -77,22 +77,22 @@ def _search(
     reader: RunReader, rollout_id: str, pattern: re.Pattern[str]
 ) -> tuple[Match | None, bool]:
     """Return the first match in a rollout, and whether a part of it was not searched."""
-    left = MAX_ROLLOUT_CHARS
+    num_left = MAX_ROLLOUT_CHARS
     for where, text in _texts(reader.spans(rollout_id), reader.tokenizer[0]):
-        if found := pattern.search(text, 0, max(left, 0)):
-            start, end = found.span()
+        if match := pattern.search(text, 0, max(num_left, 0)):
+            start, end = match.span()
             return (
                 Match(
                     rollout_id,
                     where,
                     printable(text[max(start - AROUND, 0) : start]),
-                    printable(found[0]),
+                    printable(match[0]),
                     printable(text[end : end + AROUND]),
                 ),
                 False,
             )
-        left -= len(text)
-        if left < 0:
+        num_left -= len(text)
+        if num_left < 0:
             return None, True
     return None, False
 

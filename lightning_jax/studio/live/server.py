@@ -13,7 +13,7 @@ import ipaddress
 import math
 import mimetypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -21,9 +21,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from lightning_jax.engine.config import ServeConfig
 from lightning_jax.errors import InvalidValue, UserError
-from lightning_jax.gateway.http.server import Handler, is_exposed, is_key, key_of, listen, local_url
+from lightning_jax.gateway.http.server import Handler, is_key, key_of
 from lightning_jax.gateway.sessions.open_rollouts import ReadActivity
 from lightning_jax.studio.live import answers
 from lightning_jax.studio.live.catalog import Catalog, WatchedRun
@@ -31,16 +30,15 @@ from lightning_jax.studio.live.lanes import (
     RATE,
     REFUSED_S,
     SHARE,
+    Allowance,
     Encoded,
     Lane,
-    Rate,
     SharedAnswers,
     encode,
     too_busy,
 )
 from lightning_jax.studio.live.overview import Throughput
 from lightning_jax.studio.live.watch import Watch
-from lightning_jax.studio.load import ViewError
 from lightning_jax.studio.page import ASSETS
 from lightning_jax.traces.listing import Filter, Order
 
@@ -80,7 +78,7 @@ class LiveServer:
         threads, share, waiting = (
             (2, math.inf, MAX_WAITING) if activity is None else (1, SHARE, MAX_WAITING_IN_TRAINING)
         )
-        self._rate = None if activity is None else Rate(RATE)
+        self._requests = None if activity is None else Allowance(RATE, 2 * RATE)
         self.lane = Lane("answers", threads, waiting, share)
         # One search or download at a time, so that none delays answers.
         self.long_lane = Lane("long", 1, MAX_LONG_WAITING, share)
@@ -107,7 +105,8 @@ class LiveServer:
             ("/rollouts/{rollout}", _of("rollout", answers.rollout_answer)),
         ):
             get(run + path, partial(self._answer_of_run, answer))
-        get(run + "/page.html", partial(self._page, _run_page))
+        pages = partial(self._page, lambda request, run: answers.run_page(run, _filter(request)))
+        get(run + "/page.html", pages)
         page = partial(self._page, _of("rollout", answers.rollout_page))
         get(run + "/rollouts/{rollout}/page.html", page)
         get(run + "/rollouts.jsonl", self._jsonl)
@@ -130,13 +129,13 @@ class LiveServer:
         self, answer: Callable[[web.Request], Any], request: web.Request
     ) -> web.StreamResponse:
         """Answer with JSON that a thread computes, or that another request has just got."""
-        found = await self.answers.get(request.path_qs, lambda: answer(request))
-        return _json(found, request)
+        encoded = await self.answers.get(request.path_qs, lambda: answer(request))
+        return _json(encoded, request)
 
     async def _answer_of_run(
         self, answer: Callable[[web.Request, WatchedRun], Any], request: web.Request
     ) -> web.StreamResponse:
-        return await self._answer(lambda asked: answer(asked, self._run(asked)), request)
+        return await self._answer(lambda _: answer(request, self._run(request)), request)
 
     def _run(self, request: web.Request) -> WatchedRun:
         return self._catalog.run(request.match_info["run"])
@@ -150,14 +149,14 @@ class LiveServer:
 
     async def _search(self, request: web.Request) -> web.StreamResponse:
         """Search transcripts, one search at a time."""
-        run, wanted, cursor = self._run(request), _filter(request), _number(request, "cursor", None)
-        if not wanted.text:
+        run, query, cursor = self._run(request), _filter(request), _number(request, "cursor", None)
+        if not query.text:
             raise _wrong("text", "", "a text to search for")
-        text, wanted = wanted.text, replace(wanted, text="")
-        found = await self.long_lane.run(
-            lambda: encode(answers.search_answer(run, text, wanted, cursor))
+        text, query = query.text, replace(query, text="")
+        encoded = await self.long_lane.run(
+            lambda: encode(answers.search_answer(run, text, query, cursor))
         )
-        return _json(found, request)
+        return _json(encoded, request)
 
     def _compare(self, request: web.Request) -> Any:
         """Compare groups of runs. A group's runs have dots between their keys."""
@@ -175,14 +174,14 @@ class LiveServer:
 
     async def _jsonl(self, request: web.Request) -> web.StreamResponse:
         """Send all matching rollouts as JSON lines, without holding them all in memory."""
-        run, wanted = self._run(request), _filter(request)
+        run, query = self._run(request), _filter(request)
         headers = {"Content-Type": "application/jsonl"} | _attachment("rollouts.jsonl")
         response = web.StreamResponse(headers=headers | HEADERS)
         if self._num_streams >= MAX_STREAMS:
             raise too_busy("too many downloads")
         self._num_streams += 1
         try:
-            parts = await self.long_lane.run(partial(answers.jsonl_keys, run, wanted))
+            parts = await self.long_lane.run(partial(answers.jsonl_keys, run, query))
             await response.prepare(request)
             for keys in parts:
                 read = partial(answers.jsonl_lines, run, keys)
@@ -201,9 +200,11 @@ class LiveServer:
             return await handler(request)
         if self._key is not None and not is_key(key_of(request), self._key):
             raise web.HTTPUnauthorized(reason="the key is missing or wrong")
-        if self._rate is not None and not self._rate.admits():
-            await asyncio.sleep(REFUSED_S)
-            raise too_busy("too many requests")
+        if self._requests is not None:
+            if self._requests.amount() < 1:
+                await asyncio.sleep(REFUSED_S)
+                raise too_busy("too many requests")
+            self._requests.take(1.0)
         return await handler(request)
 
 
@@ -212,69 +213,29 @@ def page_of(directory: Path, key: str, activity: ReadActivity) -> web.Applicatio
     return LiveServer(Catalog([directory]), key, activity).application()
 
 
-async def serve_live(server: LiveServer, host: str, port: int, key: str | None) -> web.AppRunner:
-    """Start to serve. Raises ViewError if others can reach the host and there is no key.
-
-    Raises GatewayError if the address is not available.
-    """
-    if not key and is_exposed(host):
-        raise ViewError(
-            f"--host is {host!r}, which other machines can reach, and --no-key is set; leave out "
-            "--no-key, or leave --host at 127.0.0.1.",
-            reason="missing",
-            key="--key",
-        )
-    return await listen(server.application(), ServeConfig(host=host, port=port, api_key=key))
-
-
-async def serve_until_stopped(
-    catalog: Catalog, host: str, port: int, key: str | None, announce: Callable[[str], None]
-) -> None:
-    """Serve the page until the task is cancelled. `announce` gets the URL."""
-    runner = await serve_live(LiveServer(catalog, key), host, port, key)
-    try:
-        announce(local_url(runner.addresses[0]) + (f"/#key={key}" if key else "/"))
-        await asyncio.Event().wait()
-    finally:
-        await runner.cleanup()
-
-
 # The page's own files
 
 
-@dataclass(frozen=True)
-class _File:
-    """File of the page, which is sent from memory."""
-
-    body: bytes
-    content_type: str
-    etag: str
+def _read_files() -> dict[str, tuple[bytes, str]]:
+    """Return the files of the page by path, which are sent from memory: body and ETag."""
+    paths = {path.relative_to(ASSETS).as_posix(): path for path in ASSETS.rglob("*")}
+    bodies = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    return {name: (body, hashlib.sha256(body).hexdigest()[:16]) for name, body in bodies.items()}
 
 
-def _read_files() -> dict[str, _File]:
-    """Return the files of the page by path."""
-    found = {}
-    for path in ASSETS.rglob("*"):
-        if path.is_file():
-            body = path.read_bytes()
-            kind = mimetypes.guess_type(path.name)[0] or "text/plain"
-            etag = hashlib.sha256(body).hexdigest()[:16]
-            found[path.relative_to(ASSETS).as_posix()] = _File(body, kind, etag)
-    return found
-
-
-async def _file(files: Mapping[str, _File], request: web.Request) -> web.StreamResponse:
-    file = files.get(request.match_info.get("file", "index.html"))
-    if file is None:
+async def _file(files: Mapping[str, tuple[bytes, str]], request: web.Request) -> web.StreamResponse:
+    name = request.match_info.get("file", "index.html")
+    if name not in files:
         raise web.HTTPNotFound
-    has_it = any(tag.value == file.etag for tag in request.if_none_match or ())
+    body, etag = files[name]
+    has_it = any(tag.value == etag for tag in request.if_none_match or ())
     response = web.Response(
         status=304 if has_it else 200,
-        body=None if has_it else file.body,
-        content_type=file.content_type,
+        body=None if has_it else body,
+        content_type=mimetypes.guess_type(name)[0] or "text/plain",
         charset="utf-8",
     )
-    response.etag = file.etag
+    response.etag = etag
     return response
 
 
@@ -295,10 +256,6 @@ def _groups(request: web.Request, run: WatchedRun) -> Any:
 
 def _rollouts(request: web.Request, run: WatchedRun) -> Any:
     return answers.rollouts_answer(run, _filter(request), **_page_of(request))
-
-
-def _run_page(request: web.Request, run: WatchedRun) -> str:
-    return answers.run_page(run, _filter(request))
 
 
 def _of(
@@ -340,13 +297,12 @@ def _wrong(name: str, value: str, expected: str) -> InvalidValue:
     )
 
 
-def _json(found: Encoded, request: web.Request) -> web.Response:
-    takes_gzip = "gzip" in request.headers.get("Accept-Encoding", "")
-    headers = {"Cache-Control": "no-store"}
-    if found.zipped is None or not takes_gzip:
-        return web.Response(body=found.body, content_type="application/json", headers=headers)
-    headers |= {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
-    return web.Response(body=found.zipped, content_type="application/json", headers=headers)
+def _json(encoded: Encoded, request: web.Request) -> web.Response:
+    body, headers = encoded.body, {"Cache-Control": "no-store"}
+    if encoded.zipped is not None and "gzip" in request.headers.get("Accept-Encoding", ""):
+        body = encoded.zipped
+        headers |= {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+    return web.Response(body=body, content_type="application/json", headers=headers)
 
 
 def _attachment(name: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Descriptions of absent devices, for which their compilers can still compile.
 
-A TPU's compiler is libtpu (`pip install libtpu`). A GPU's comes with `jax[cuda12]`. Neither needs
-the device. The compiled programs cannot run here.
+A TPU's compiler is libtpu (`pip install libtpu`). A GPU's comes with `jax[cuda12]`, and the extra
+`gpu-compiler` has no more than it needs. Neither needs the device. The compiled programs cannot run
+here.
 """
 
 import os
@@ -57,6 +58,11 @@ _ANY_GPU = {
     "block_dim_limit_z": 65535,
     "registers_per_core_limit": 65536,
     "registers_per_block_limit": 65536,
+    # Versions of the driver and of CUDA. Without them, XLA puts neither calls of libraries nor
+    # branches into CUDA graphs, so a program would launch more than it does on a real GPU.
+    **dict.fromkeys(
+        ("driver_version", "runtime_version", "compile_time_toolkit_version"), '"13.0.0"'
+    ),
 }
 _JAX_TAKES = 0.75  # share of a GPU's memory that JAX takes by default
 EXPECTED = f"one of {', '.join(_GPUS)}, alone or as h100:8, or a TPU slice such as v5e:2x4"

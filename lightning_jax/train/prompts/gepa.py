@@ -20,7 +20,7 @@ from lightning_jax.rollouts.rewards.chat import ChatCounts, ChatFailed, Endpoint
 from lightning_jax.rollouts.rewards.components import attempt_of
 from lightning_jax.rollouts.rewards.verdicts import transcript_text, without_middle
 from lightning_jax.rollouts.runner import RolloutRequest, Runner, TooManyFailures, run_requests
-from lightning_jax.system.packages import import_optional
+from lightning_jax.settings.loading import import_optional
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces.rows import shorten_task
 from lightning_jax.train.prompts.choice import choose_tasks, halves, one_sided_p, replaces

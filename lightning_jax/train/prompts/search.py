@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_jax.rollouts.config import PromptSearchConfig
 from lightning_jax.rollouts.rewards.chat import endpoint_of
 from lightning_jax.rollouts.runner import Runner
-from lightning_jax.system.packages import import_optional
+from lightning_jax.settings.loading import import_optional
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.train.hook import Hook
 from lightning_jax.train.prompts.choice import choose_tasks

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_jax.settings import ConfigError, flatten, read_saved
-from lightning_jax.settings.loading import check_reference, load_function
+from lightning_jax.settings.loading import check_reference, is_installed, load_function
 from lightning_jax.system.files import write_whole
-from lightning_jax.system.packages import is_installed
 from lightning_jax.train.config import MetricsConfig
 from lightning_jax.train.directory import SETTINGS, SINKS_OPENED
 from lightning_jax.train.sinks.base import ResultTable, Row, RunIdentity, Sink, Status

@@ -11,7 +11,7 @@ import toy_agent
 from coded import raises_coded
 
 from lightning_jax.cli.main import main
-from lightning_jax.cli.rescore import compare
+from lightning_jax.cli.rescore import compare_rewards
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
@@ -223,7 +223,7 @@ def test_a_comparison_counts_failures_and_flips() -> None:
         return Rollout("r", "t", "g", "train", 0, 0, 1, status, reward)
 
     group = [(of(0.0), of(2.0)), (of(1.0), of(0.0)), (of(5.0), of(None, "agent_failure"))]
-    found = compare([group, [(of(1.0), of(1.0))]])
+    found = compare_rewards([group, [(of(1.0), of(1.0))]])
     assert (found.num_groups, found.num_failed, found.flip_share) == (2, 1, pytest.approx(2 / 3))
     assert found.correlations == pytest.approx((-1.0,))
-    assert compare([]).flip_share is None
+    assert compare_rewards([]).flip_share is None

@@ -1,6 +1,5 @@
 """Tests of absent devices: requests to their compilers, and errors without one."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +38,8 @@ def test_a_gpu_is_described_to_its_compiler(asked: list[dict[str, Any]]) -> None
     assert call["platform"] == "cuda" and call["topology"] == "1x1x2"
     assert "core_count: 132" in call["target_config"] and "major: 9 feat" in call["target_config"]
     assert "device_memory_size: 151397597184" in call["target_config"]
+    for version in ("driver_version", "runtime_version", "compile_time_toolkit_version"):
+        assert f'{version}: "13.0.0"' in call["target_config"]
     target_devices("a100")
     assert asked[1]["topology"] == "1x1x1" and "{ major: 8 }" in asked[1]["target_config"]
 
@@ -87,13 +88,9 @@ def test_plan_takes_a_target(
     assert "--devices" in stderr and "--target" in stderr
 
 
-@pytest.mark.slow
+@pytest.mark.gpu_compiler
+@pytest.mark.usefixtures("h100")
 def test_a_training_step_is_compiled_for_a_gpu_that_is_not_here() -> None:
-    """Needs JAX's CUDA plugin, but no GPU."""
-    plugins = importlib.util.find_spec("jax_plugins")
-    folders = [] if plugins is None else plugins.submodule_search_locations or []
-    if not any(found for folder in folders for found in Path(folder).glob("xla_cuda1*")):
-        pytest.skip("JAX's CUDA plugin is not installed")
     command = [sys.executable, "-m", "lightning_jax", "plan", "--config", str(CONFIG)]
     command += ["data.root=DIR", "--target", "h100"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

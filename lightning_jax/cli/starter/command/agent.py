@@ -34,7 +34,7 @@ with urllib.request.urlopen(request) as response:
     reply = json.load(response)["choices"][0]["message"]["content"]
 
 # 0 for another form, else 0.2, 0.3 for the right currency and 0.5 for the right number.
-found = re.fullmatch(r"([A-Z]{3}) (\d+\.\d\d)", reply.strip())
+match = re.fullmatch(r"([A-Z]{3}) (\d+\.\d\d)", reply.strip())
 currency, number = task["price"].split()
-reward = 0.2 + 0.3 * (found[1] == currency) + 0.5 * (found[2] == number) if found else 0.0
+reward = 0.2 + 0.3 * (match[1] == currency) + 0.5 * (match[2] == number) if match else 0.0
 sys.stdout.write(f"{reply}\n{reward}\n")

@@ -33,8 +33,8 @@ def reward(task: dict[str, Any], reply: str) -> float:
 
     Partial rewards tell a weak policy in which direction to improve.
     """
-    found = re.search(r"\d{4}-\d{2}-\d{2}", reply)
-    if found is None:
+    match = re.search(r"\d{4}-\d{2}-\d{2}", reply)
+    if match is None:
         return 0.0
-    pairs = zip(found[0].split("-"), task["date"].split("-"), strict=True)
+    pairs = zip(match[0].split("-"), task["date"].split("-"), strict=True)
     return 0.1 + 0.3 * sum(part == expected for part, expected in pairs)

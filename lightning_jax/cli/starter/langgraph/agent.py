@@ -35,6 +35,6 @@ async def run(task: dict[str, Any], llm: Any) -> float:
     async with openai.DefaultAsyncHttpxClient() as http:
         chat = ChatOpenAI(**settings, http_async_client=http)
         final = await graph.ainvoke({"messages": [*EXAMPLE, ("user", task["text"])]}, context=chat)
-    found = FORM.fullmatch(str(final["messages"][-1].content))
+    match = FORM.fullmatch(str(final["messages"][-1].content))
     hour, minute = task["time"].split(":")
-    return 0.2 + 0.4 * (found[1] == hour) + 0.4 * (found[2] == minute) if found else 0.0
+    return 0.2 + 0.4 * (match[1] == hour) + 0.4 * (match[2] == minute) if match else 0.0

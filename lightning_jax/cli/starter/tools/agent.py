@@ -18,23 +18,23 @@ EXAMPLE: list[Any] = [
 
 def calculate(arguments: str) -> str:
     """Return the result, or an error that the model reads."""
-    if (found := re.search(r"(\d{1,9}) ([+*]) (\d{1,9})", arguments)) is None:
+    if (match := re.search(r"(\d{1,9}) ([+*]) (\d{1,9})", arguments)) is None:
         return "error: expected two numbers, such as 31 * 24"
-    a, b = int(found[1]), int(found[3])
-    return str(a + b if found[2] == "+" else a * b)
+    a, b = int(match[1]), int(match[3])
+    return str(a + b if match[2] == "+" else a * b)
 
 
 async def run(task: dict[str, Any], llm: Any) -> float:
     """Return the reward: 0.2 for calling the tool, 0.3 for the right call, 0.5 for the answer."""
-    messages, found, text = [*EXAMPLE, {"role": "user", "content": task["text"]}], [], None
+    messages, values, text = [*EXAMPLE, {"role": "user", "content": task["text"]}], [], None
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
         chat = client.chat.completions
-        while text is None and len(found) < 3:
+        while text is None and len(values) < 3:
             reply = await chat.create(model=llm.model, messages=messages, tools=TOOLS)
             message = reply.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             for call in messages[-1].get("tool_calls", []):
-                found.append(calculate(call["function"]["arguments"]))
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": found[-1]})
+                values.append(calculate(call["function"]["arguments"]))
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": values[-1]})
             text = None if message.tool_calls else (message.content or "").strip()
-    return 0.2 * bool(found) + 0.3 * (task["answer"] in found) + 0.5 * (text == task["answer"])
+    return 0.2 * bool(values) + 0.3 * (task["answer"] in values) + 0.5 * (text == task["answer"])

@@ -7,7 +7,7 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.errors import UserError
-from lightning_jax.system.packages import import_optional, is_installed
+from lightning_jax.settings.loading import import_optional, is_installed
 
 
 def test_missing_package_is_one_sentence() -> None:

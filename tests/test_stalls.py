@@ -6,8 +6,7 @@ import threading
 import time
 
 import pytest
-
-from lightning_jax.testing.stalls import loop_stalls
+from stalls import loop_stalls
 
 
 async def test_blocking_call_is_a_stall_with_its_line() -> None:
