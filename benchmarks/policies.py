@@ -174,12 +174,12 @@ def run(learner: Updater, config: Config, frozen: str, seed: int, steps: int) ->
     for step in range(steps):
         tasks = rng.integers(NUM_SYMBOLS, size=(NUM_GROUPS, NUM_ROUNDS))
         symbols = np.repeat(tasks, GROUP_SIZE, axis=0).astype(np.int32)
-        calls = sample(state.policy, jax.random.fold_in(key, step), jnp.asarray(symbols))
+        calls = sample(state.weights, jax.random.fold_in(key, step), jnp.asarray(symbols))
         trajectories = to_trajectories(symbols, calls, frozen)
         returns.append(float(np.mean([trajectory.reward for trajectory in trajectories])))
         values, _ = learner.values(state, trajectories)
         sequences, _ = prepare_policies(
-            trajectories, config.algorithm, config.policies, policy_version=0, values=values
+            trajectories, config.algorithm, config.policy_table, policy_version=0, values=values
         )
         state, _ = learner.update(state, sequences, None)
     return returns

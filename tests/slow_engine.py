@@ -10,6 +10,7 @@ from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.response import Response, SampledToken, TimeLimit
 from lightning_jax.engine.types import SamplingParams
+from lightning_jax.models.policies import ALL, Policy
 from lightning_jax.models.tokenizer import StreamDecoder
 from lightning_jax.testing.tiny import tiny_tokenizer
 
@@ -47,7 +48,7 @@ class SlowEngine(Engine):
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
-        adapter: int | None = None,
+        policy: Policy = ALL,
         tenant: str | None = None,
         time_limit: TimeLimit | None = None,
         call: str | None = None,

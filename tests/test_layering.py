@@ -45,20 +45,20 @@ INNER = {
     ),
     "models": (
         *("model_files", "template_limits", "chat_template", "token_bytes", "tokenizer_files"),
-        *("tokenizer", "config", "shape", "matmul", "precision", "mesh", "attention"),
+        *("tokenizer", "config", "policies", "shape", "matmul", "precision", "mesh", "attention"),
         *("transformer", "formats", "lora", "sharding", "reshard", "memory"),
     ),
     "engine": (
         *("types", "config", "sampling", "scheduler", "grammar", "device", "response"),
         *("generation", "logits", "score", "admission", "decode", "prefill", "batcher", "loop"),
-        *("jetstream", "replicas", "engine", "by_policy"),
+        *("jetstream", "replicas", "engine"),
     ),
     "traces": (
         *("config", "attributes", "context", "otlp", "tree", "rewards", "roles"),
         *("_sqlite", "rows", "_spans", "store", "convert", "listing", "trajectories"),
     ),
     "rl": (
-        *("config", "algorithms", "choices", "sequence", "token_weights", "gae", "scope"),
+        *("config", "algorithms", "choices", "sequence", "token_weights", "gae"),
         *("batches", "credit", "advantages", "dpo", "prepare", "adapters", "critic", "losses"),
         *("update", "distill"),
     ),

@@ -51,7 +51,6 @@ class SamplerActor(ClusterProcess):
         host: str,
         first_sequence: int,
         versions: Sequence[int],
-        initial: Any,
         *weights: Any,
     ) -> dict[str, float]:
         """Build the sampler and start to serve. Return its counters.
@@ -64,10 +63,8 @@ class SamplerActor(ClusterProcess):
             [sent for sent in weights[2 * i : 2 * i + 2] if sent is not None]
             for i in range(len(versions))
         ]
-        policies = list(zip(versions, pairs, strict=True))
-        self._sampler = await asyncio.to_thread(
-            Sampler, spec, host, first_sequence, policies, initial
-        )
+        sets = list(zip(versions, pairs, strict=True))
+        self._sampler = await asyncio.to_thread(Sampler, spec, host, first_sequence, sets)
         return await self._sampler.start()
 
     async def call(self, method: str, *arguments: Any) -> Any:

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from lightning_jax.cluster.placing import end_actors, last_line, result_of, star
 from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.cluster.sampler import SamplerSpec
 from lightning_jax.gateway.app import RolloutSettings, Traffic
-from lightning_jax.gateway.calls.remote import RemoteEngine
 from lightning_jax.gateway.metrics import PRESENT
 from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.models.formats.param_names import ParamPath
@@ -80,7 +79,6 @@ class Samplers:
         self._ray, self._config, self._run = ray, config, run
         self._store = store
         self._weights: list[StoredWeights] = []  # of each policy
-        self._initial: Any = None
         self._lock = threading.Lock()  # of `_weights` and `_live`
         self._live: dict[int, ServingSampler] = {}
         self._changed = asyncio.Event()  # a sampler has come
@@ -92,20 +90,15 @@ class Samplers:
     async def start(
         self,
         spec: SamplerSpec,
-        policies: Sequence[Params],
-        version: int,
-        initial: HostWeights | None = None,
+        weights: Iterable[tuple[int, HostWeights]],
     ) -> None:
-        """Place all samplers and wait until they serve these weights.
+        """Place all samplers and wait until they serve these weights, each with its version.
 
         Raises ConfigError if the cluster is too small or another run has the samplers.
         """
         self._spec = spec
-        for params in policies:
-            sent = copy_to_host(params, self._spec.dtype)
+        for version, sent in weights:
             self._weights.append(StoredWeights(self._ray.put(sent), frozenset(sent), version))
-        if initial is not None:
-            self._initial = self._ray.put(initial)
         began = time.monotonic()
         starting = [asyncio.create_task(self._begin(i)) for i in range(self._config.samplers)]
         try:
@@ -173,8 +166,8 @@ class Samplers:
 
     # Weights. These methods are for any thread.
 
-    def publish(self, index: int, params: Params | None, version: int) -> None:
-        """Let all samplers serve new weights of a policy, and wait until they do.
+    def publish(self, params: Params | None, version: int, weights: int = 0) -> None:
+        """Let all samplers serve these as the weights with that index, and wait until they do.
 
         A sampler that cannot is replaced. With None the weights stay the same under the new
         version.
@@ -182,14 +175,14 @@ class Samplers:
         sent = None if params is None else copy_to_host(params, self._spec.dtype)
         ref = None if sent is None else self._ray.put(sent)
         with self._lock:
-            weights = self._weights[index]
-            weights.version = version
-            if sent is not None and weights.paths <= sent.keys():
-                weights.whole, weights.changed = ref, None
+            stored = self._weights[weights]
+            stored.version = version
+            if sent is not None and stored.paths <= sent.keys():
+                stored.whole, stored.changed = ref, None
             elif sent is not None:
-                weights.changed = ref
+                stored.changed = ref
             live = list(self._live.values())
-        loading = {s.actor.call.remote("load", index, ref, version): s for s in live}
+        loading = {s.actor.call.remote("load", weights, ref, version): s for s in live}
         if not loading:
             return
         limit = self._config.timeout_s
@@ -219,7 +212,7 @@ class Samplers:
                 versions = [weights.version for weights in self._weights]
                 refs = [ref for stored in self._weights for ref in (stored.whole, stored.changed)]
             first = self._store.next_sequence()
-            starting = actor.start.remote(self._spec, host, first, versions, self._initial, *refs)
+            starting = actor.start.remote(self._spec, host, first, versions, *refs)
             try:
                 stats = await result_of(starting)
             except self._ray.exceptions.RayError as error:
@@ -339,25 +332,3 @@ class Samplers:
         finally:
             lost.cancel()
             answer.cancel()
-
-
-@dataclass(frozen=True)
-class SampledPolicy:
-    """Policy that samplers serve, for who trains it."""
-
-    samplers: Samplers
-    index: int
-
-    def publish(self, params: Params | None, version: int) -> None:
-        """See `Engine.publish`."""
-        self.samplers.publish(self.index, params, version)
-
-
-@dataclass(frozen=True)
-class SamplersAsEngine(RemoteEngine):
-    """Stand-in for the engine of a run's own gateway, which answers no calls."""
-
-    counters: Callable[[], dict[str, float]] = dict
-
-    def stats(self) -> dict[str, float]:
-        return self.counters()

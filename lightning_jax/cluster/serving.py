@@ -1,5 +1,6 @@
 """Servers and workers of a run that Ray places. Runs load this module by its name."""
 
+import itertools
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -9,14 +10,14 @@ from typing import Any
 
 from lightning_jax.cluster.ray_session import ray_session
 from lightning_jax.cluster.sampler import SamplerSpec
-from lightning_jax.cluster.samplers import SampledPolicy, Samplers, SamplersAsEngine
+from lightning_jax.cluster.samplers import Samplers
 from lightning_jax.cluster.workers import workers_in_cluster
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import Gateway
+from lightning_jax.gateway.calls.remote import RemoteEngine
 from lightning_jax.gateway.http.server import is_exposed
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.reshard import HostWeights
-from lightning_jax.rl.scope import ALL
+from lightning_jax.models.reshard import HostWeights, copy_to_host
 from lightning_jax.rollouts.workers.pool import OtherMachines
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import ClusterConfig, Config
@@ -35,9 +36,7 @@ async def serve_by_samplers(
     async with AsyncExitStack() as at_end:
         ray = at_end.enter_context(ray_session(config.cluster))
         samplers = Samplers(ray, config.cluster, _name_of(config.run_dir), store)
-        engine = SamplersAsEngine(
-            model.name, config.serve, model.tokenizer, counters=samplers.stats
-        )
+        engine = RemoteEngine(model.name, config.serve, model.tokenizer, counters=samplers.stats)
         workers, address = _workers(ray, config.cluster, config.serve, config.run_dir)
         gateway = Gateway(engine, store, serve=address)
         at_end.push_async_callback(samplers.end)
@@ -49,13 +48,13 @@ async def serve_by_samplers(
             dtype=config.model.dtype,
             tensor=config.mesh.tensor,
             routing=routing_of(config),
-            by_policy=config.weight_scopes != (ALL,),
             num_requests=-(-requests_at_once(config.rollout) // config.cluster.samplers),
         )
-        params = [state.policy for state in replica.states]
-        await samplers.start(spec, params, replica.step, initial)
-        policies = [SampledPolicy(samplers, index) for index in range(len(params))]
-        yield Served(gateway, policies, server=samplers, workers=workers)
+        fixed = [] if initial is None else [(0, initial)]
+        dtype = config.model.dtype
+        trained = ((replica.step, copy_to_host(s.weights, dtype)) for s in replica.states)
+        await samplers.start(spec, itertools.chain(trained, fixed))
+        yield Served(gateway, samplers, server=samplers, workers=workers)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from jax.sharding import Mesh
@@ -17,14 +18,31 @@ from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.replicas import FAILED, Router, split_by_data
 from lightning_jax.engine.response import TimeLimit
 from lightning_jax.engine.types import SamplingParams
+from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.mesh import serving_mesh
+from lightning_jax.models.policies import ALL, Policy
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Params
 from lightning_jax.settings.loading import load_function
 
 log = logging.getLogger(__name__)
+
+SHARED = ("serve/compiles", "serve/compiling")  # counted by the programs, which all weights share
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """Loops with the same weights on separate devices, each with slots and a cache of its own."""
+
+    loops: Sequence[Any]
+    router: Router
+    are_counted: bool = True
+
+    def stats(self) -> dict[str, float]:
+        counters = [loop.stats() for loop in self.loops]
+        return {name: sum(stats[name] for stats in counters) for name in counters[0]}
 
 
 class Engine:
@@ -33,7 +51,8 @@ class Engine:
     `async with` starts the engine. It compiles programs when requests first need them, so the first
     request to a model that is new to the machine waits for seconds. The weights are copied, here
     and in `publish`, so the caller may donate them to the next train step. `dtype` is that of
-    the copy, by default the model's. The mesh is by default `serve.mesh`, or all devices.
+    the copy, by default the model's. The mesh is by default `serve.mesh`, or all devices. `add`
+    gives it the weights of other policies.
 
     The mesh's `data` axis gives the number of replicas of the weights. They share nothing: each has
     its own slots, prefix cache and thread, so none waits for another's prompts. A request goes to
@@ -62,14 +81,22 @@ class Engine:
         self.devices = {device for replica in programs for device in replica.devices}
         params = self._programs.prepare_copy(model.params, share_base=share_base)
         loop = _loop_type(self.serve)
-        self._loops = [loop(p, params, version, model.tokenizer, self.serve) for p in programs]
-        self._router = Router(len(self._loops), self.serve.slots)
-        if len(self._loops) > 1:
+        loops = [loop(p, params, version, model.tokenizer, self.serve) for p in programs]
+        self._weights = [_Replicas(loops, Router(len(loops), self.serve.slots))]
+        if len(loops) > 1:
             log.info(
                 "serving the same weights on %d engines with %d slots each",
-                len(self._loops),
+                len(loops),
                 self.serve.slots,
             )
+
+    def add(self, other: "Engine", *, are_counted: bool = True) -> None:
+        """Answer with the weights of another engine, too, under the next index.
+
+        Both share their programs, and neither has started. Each set of weights keeps its own slots
+        and prefix cache. `stats` and `num_slots` leave out weights that are not counted.
+        """
+        self._weights += [replace(weights, are_counted=are_counted) for weights in other._weights]
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -79,9 +106,13 @@ class Engine:
         self.close()
 
     @property
+    def _loops(self) -> list[Any]:
+        return [loop for weights in self._weights for loop in weights.loops]
+
+    @property
     def version(self) -> int:
-        """Weights version that will answer the next request."""
-        return self._loops[-1].version
+        """Version of the first weights that will answer the next request."""
+        return self._weights[0].loops[-1].version
 
     @property
     def status(self) -> LoopStatus:
@@ -91,7 +122,8 @@ class Engine:
     @property
     def num_slots(self) -> int:
         """Number of requests that all replicas together decode at once."""
-        return sum(loop.num_slots for loop in self._loops)
+        counted = [weights.loops for weights in self._weights if weights.are_counted]
+        return sum(loop.num_slots for loops in counted for loop in loops)
 
     @property
     def num_open(self) -> int:
@@ -111,7 +143,7 @@ class Engine:
 
         `num_requests` of them arrive together, at all replicas.
         """
-        share = -(-num_requests // len(self._loops))
+        share = -(-num_requests // len(self._weights[0].loops))
         for loop in self._loops:
             loop.start(share)
 
@@ -123,30 +155,43 @@ class Engine:
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
-        adapter: int | None = None,
+        policy: Policy = ALL,
         tenant: str | None = None,
         time_limit: TimeLimit | None = None,
         call: str | None = None,
     ) -> Generation:
-        """Queue a request on one replica. See `EngineLoop.submit`."""
-        # A failed loop is idle, so without this it would get every request.
-        loads = [loop.num_open if loop.status != "failed" else FAILED for loop in self._loops]
-        chosen = self._loops[self._router.select(prompt_ids, loads) if len(loads) > 1 else 0]
-        return chosen.submit(prompt_ids, sampling, adapter, tenant, time_limit, call)
+        """Queue a request on one replica of the policy's weights. See `EngineLoop.submit`.
 
-    def publish(self, params: Params | None, version: int | None = None) -> None:
+        Raises ValueError if there are no such weights.
+        """
+        if policy.weights >= len(self._weights):
+            raise InvalidValue(
+                f"policy {policy.name!r} has weights {policy.weights}; the engine has "
+                f"{len(self._weights)}",
+                reason="unknown",
+                key="policy",
+            )
+        loops, router = self._weights[policy.weights].loops, self._weights[policy.weights].router
+        # A failed loop is idle, so without this it would get every request.
+        loads = [loop.num_open if loop.status != "failed" else FAILED for loop in loops]
+        chosen = loops[router.select(prompt_ids, loads) if len(loads) > 1 else 0]
+        return chosen.submit(prompt_ids, sampling, policy.adapter, tenant, time_limit, call)
+
+    def publish(self, params: Params | None, version: int | None = None, weights: int = 0) -> None:
         """Use these weights for new requests, and for running ones from their next token on.
 
-        `version` is by default the next one. With `params=None` the weights stay the same under a
-        new version. Any thread may call this. It blocks until the weights are copied, and meanwhile
-        the replicas go on decoding. See `EngineLoop.load_weights`.
+        They replace those with index `weights`. `version` is by default the next one. With
+        `params=None` the weights stay the same under a new version. Any thread may call this. It
+        blocks until the weights are copied, and meanwhile the replicas go on decoding. See
+        `EngineLoop.load_weights`.
         """
-        version = self.version + 1 if version is None else version
+        replicas = self._weights[weights]
+        version = replicas.loops[-1].version + 1 if version is None else version
         copy = None if params is None else self._programs.prepare_copy(params)
-        for loop in self._loops:
+        for loop in replicas.loops:
             loop.load_weights(copy, version)
         if params is not None:
-            self._router.forget()
+            replicas.router.forget()
 
     @contextmanager
     def dispatching(self) -> Iterator[None]:
@@ -170,9 +215,10 @@ class Engine:
             loop.close()
 
     def stats(self) -> dict[str, float]:
-        """Return the counters, summed over all replicas."""
-        stats_by_loop = [loop.stats() for loop in self._loops]
-        return {name: sum(stats[name] for stats in stats_by_loop) for name in stats_by_loop[0]}
+        """Return the counters, summed over all weights and their replicas."""
+        first, *others = (weights.stats() for weights in self._weights if weights.are_counted)
+        totals = {name: sum((stats[name] for stats in others), first[name]) for name in first}
+        return totals | {name: first[name] for name in SHARED if name in first}
 
 
 def make_programs(

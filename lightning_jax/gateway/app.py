@@ -4,7 +4,6 @@ import logging
 import secrets
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Self
 from urllib.parse import quote
@@ -12,13 +11,12 @@ from urllib.parse import quote
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.calls.offload import Offload
 from lightning_jax.gateway.calls.record import Recorder
 from lightning_jax.gateway.calls.remote import RemoteEngine
-from lightning_jax.gateway.calls.responder import PolicyLoop, Responder
+from lightning_jax.gateway.calls.responder import Responder
 from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.gateway.dialects.all import DIALECTS
 from lightning_jax.gateway.dialects.base import Dialect, Listing
@@ -64,21 +62,19 @@ class Gateway:
     """Server that answers every dialect with the engine and records every call in the store.
 
     Open it with `async with`, or call `start` and `close`. Without a store, calls go to a temporary
-    one, which `close` deletes, or with `records=False` nowhere. `routing` selects the calls that
-    the engine `initial` or another server answers instead of `engine`, and the policy for each
-    call. `serve` is by default the engine's. Call all methods in the event loop's thread that ran
-    `start`.
+    one, which `close` deletes, or with `records=False` nowhere. `routing` selects the policy for
+    each call, and the calls that another server answers. `serve` is by default the engine's. Call
+    all methods in the event loop's thread that ran `start`.
     """
 
     def __init__(
         self,
-        engine: Engine | LoopsByPolicy | RemoteEngine,
+        engine: Engine | RemoteEngine,
         store: SpanSink | None = None,
         *,
         records: bool = True,
         serve: ServeConfig | None = None,
         routing: Routing | None = None,
-        initial: PolicyLoop | None = None,
     ) -> None:
         self._temporary = TemporaryStore() if store is None and records else None
         store = store or self._temporary
@@ -94,7 +90,7 @@ class Gateway:
         self._rollouts = OpenRollouts(store, serve, self.pauses.now_s)
         _ = tokenizer.max_token_bytes  # computed before the first call has to wait for it
         responder = Responder(
-            loop=engine,
+            engine=engine,
             tokenizer=tokenizer,
             recorder=Recorder(store, self._rollouts.owners, self._meters),
             served_model=self.model_name,
@@ -103,13 +99,10 @@ class Gateway:
             offload=self._offload,
             pauses=self.pauses,
         )
-        responders = {"policy": responder}
-        if initial is not None:
-            responders["initial"] = replace(responder, loop=initial)
         self.api_key = serve.api_key or secrets.token_urlsafe(24)
         self._reports = Reports(store, self._rollouts.owners, self._meters)
         self._callers = Callers(self.api_key, self._rollouts, responder, routing or Routing())
-        self._calls = CallHandler(self._callers, responders, self._bodies)
+        self._calls = CallHandler(self._callers, self._bodies)
         self.work = LeaseQueue()  # that others run
         self._serve = serve
         self._page: web.Application | None = None

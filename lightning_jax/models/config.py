@@ -1,6 +1,6 @@
 """Settings of the model, its adapters and its devices."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -98,8 +98,3 @@ class PolicyConfig(Section):
     base: PathOrName | None = None
     """Initial weights: a model with the shape and vocabulary of model.name. None: model.name, which
     adapters always start from."""
-
-
-def policy_indices(policies: Iterable[str]) -> dict[str, int]:
-    """Return the index of each policy, and so of its adapter or weights, in order of `policies`."""
-    return {name: index for index, name in enumerate(policies)}

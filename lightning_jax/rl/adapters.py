@@ -31,6 +31,10 @@ class AdapterPolicies:
     def number(self) -> int:
         return len(self.names)
 
+    @property
+    def indices(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.names)}
+
 
 def vmap_optimizer(optimizer: optax.GradientTransformation, number: int) -> Any:
     """Build an optimizer that updates each of `number` entries along the first axis separately."""

@@ -274,8 +274,8 @@ def make_pairs(
         max_staleness=algorithm.max_staleness,
     )
     usable = [
-        len(left.transitions) == len(whole.transitions) and any(map(num_trained, left.transitions))
-        for left, whole in zip(fresh, trajectories, strict=True)
+        len(kept.transitions) == len(whole.transitions) and any(map(num_trained, kept.transitions))
+        for kept, whole in zip(fresh, trajectories, strict=True)
     ]
     pairs = []
     for members in group_members([trajectory.group_id for trajectory in trajectories]).values():

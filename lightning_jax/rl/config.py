@@ -216,7 +216,6 @@ class AlgorithmConfig(Section):
         return self.proximal == "old" or (self.kl_coef > 0 and self.kl_in == "reward")
 
 
-INITIAL_TEACHER = "initial"
 TOP_K = 64  # likeliest tokens of a teacher in this process
 SERVER_TOP_K = 20  # most that vLLM gives by default, and `lightning-jax serve`
 

@@ -14,7 +14,7 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.rl.choices import choose, wrong_result
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.gae import CallValues, rollout_gae
-from lightning_jax.rl.token_weights import num_trained
+from lightning_jax.rl.token_weights import drop_calls, num_trained
 from lightning_jax.types import Advantage, Trajectory, Transition
 
 CUT_SHORT = "length"  # finish reason of a response that a limit cut
@@ -187,19 +187,8 @@ def _overlong_share(call: Transition, algorithm: AlgorithmConfig) -> float:
 def drop_overlong(
     trajectories: Sequence[Trajectory], values: Sequence[tuple[Any, ...]]
 ) -> tuple[list[Trajectory], list[tuple[Any, ...]], int]:
-    """Drop calls that a limit cut and return (trajectories, values, number of calls dropped).
+    """Return `drop_calls` of calls that a limit cut.
 
-    `values` may hold any one value per call. From DAPO's overlong filtering (arXiv 2503.14476).
-    Compute advantages first, because a dropped call still counts in its rollout's return.
+    From DAPO's overlong filtering (arXiv 2503.14476).
     """
-    kept_trajectories, kept_values, num_dropped = [], [], 0
-    for trajectory, of_calls in zip(trajectories, values, strict=True):
-        pairs = [
-            (call, value)
-            for call, value in zip(trajectory.transitions, of_calls, strict=True)
-            if call.finish_reason != CUT_SHORT
-        ]
-        num_dropped += len(of_calls) - len(pairs)
-        kept_trajectories.append(replace(trajectory, transitions=tuple(call for call, _ in pairs)))
-        kept_values.append(tuple(value for _, value in pairs))
-    return kept_trajectories, kept_values, num_dropped
+    return drop_calls(trajectories, values, lambda call: call.finish_reason == CUT_SHORT)

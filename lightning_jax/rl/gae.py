@@ -136,6 +136,6 @@ def _fit(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     values, returns = np.asarray(pairs, np.float64).T
     metrics = {"train/value_mean": float(values.mean())}
     if np.ptp(returns) > 1e-6 * max(1.0, np.abs(returns).max()):  # more than rounding
-        left = (returns - values).var() / returns.var()
-        metrics["train/value_explained_variance"] = float(1.0 - left)
+        unexplained = (returns - values).var() / returns.var()
+        metrics["train/value_explained_variance"] = float(1.0 - unexplained)
     return metrics

@@ -10,14 +10,13 @@ calls to the common return, and the step has one set of token weights.
 from collections.abc import Mapping, Sequence
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.config import PolicyConfig, policy_indices
+from lightning_jax.models.policies import ALL, SINGLE, Policy, PolicyTable
 from lightning_jax.rl.advantages import group_metrics, make_pairs, step_advantages
 from lightning_jax.rl.batches.batching import make_sequences
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.credit import assign_credit, drop_overlong, punish_overlong
 from lightning_jax.rl.dpo import pair_sequences
 from lightning_jax.rl.gae import CallValues, learnable_states
-from lightning_jax.rl.scope import credit_scopes
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.token_weights import drop_stale
 from lightning_jax.types import Advantage, Trajectory
@@ -92,10 +91,17 @@ def _failures_gain(
     return sum(value > 1e-9 for value in sums) / max(len(sums), 1)
 
 
+def learners(algorithm: AlgorithmConfig, policies: PolicyTable) -> tuple[Policy, ...]:
+    """Return the policies that learn from their own calls, or `ALL` if they learn jointly."""
+    if algorithm.policy_updates == "joint" or not policies.named:
+        return (ALL,)
+    return tuple(policy for policy in policies.named.values() if policy.trains)
+
+
 def prepare_policies(
     trajectories: Sequence[Trajectory],
     algorithm: AlgorithmConfig,
-    policies: Mapping[str, PolicyConfig] | None = None,
+    policies: PolicyTable = SINGLE,
     *,
     policy_version: int | None = None,
     values: Sequence[Sequence[CallValues]] | None = None,
@@ -105,22 +111,20 @@ def prepare_policies(
     This is `prepare_step` for each policy's part: assign credit, compute advantages, drop stale
     calls and weigh tokens. `policy_version` is by default the newest that sampled a call.
 
-    Adapter indices follow the order of `policies`. Metrics of one policy's part have names such as
-    `train/num_groups/policy=writer`.
+    Metrics of one policy's part have names such as `train/num_groups/policy=writer`.
     """
-    policies = policies or {}
     if policy_version is None:
         calls = (call for trajectory in trajectories for call in trajectory.transitions)
         policy_version = max((v for call in calls for v in call.policy_versions), default=0)
     sequences, metrics = [], {}
-    for scope in credit_scopes(algorithm, policies):
-        of_policy, of_scope = prepare_step(
-            scope.calls(trajectories),
+    for policy in learners(algorithm, policies):
+        of_policy, row = prepare_step(
+            policy.calls(trajectories),
             algorithm,
             policy_version=policy_version,
-            values=None if values is None else scope.values(trajectories, values),
-            adapters=policy_indices(policies),
+            values=None if values is None else policy.values(trajectories, values),
+            adapters=policies.indices,
         )
         sequences += of_policy
-        metrics |= {f"{name}{scope.suffix}": value for name, value in of_scope.items()}
+        metrics |= {f"{name}{policy.suffix}": value for name, value in row.items()}
     return sequences, metrics

@@ -1,9 +1,8 @@
 """Weight of each token in the loss of a step, and calls that are too old to have one."""
 
-import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +51,7 @@ def weigh_states(
     """Give all states of the step equal weights that sum to 1."""
     number = sum(len(state.positions) for calls in states for state in calls if state is not None)
     return [
-        tuple(state and dataclasses.replace(state, weight=1.0 / max(number, 1)) for state in calls)
+        tuple(state and replace(state, weight=1.0 / max(number, 1)) for state in calls)
         for calls in states
     ]
 
@@ -108,8 +107,8 @@ def _units(sequences: Sequence[TrainingSequence], name: str) -> list[list[Traini
 def _grown(sequence: TrainingSequence, factor: int) -> TrainingSequence:
     states = sequence.states
     if states is not None:
-        states = dataclasses.replace(states, weight=states.weight * factor)
-    return dataclasses.replace(sequence, weight=sequence.weight * factor, states=states)
+        states = replace(states, weight=states.weight * factor)
+    return replace(sequence, weight=sequence.weight * factor, states=states)
 
 
 def is_stale(call: Transition, *, policy_version: int, max_staleness: int) -> bool:
@@ -126,6 +125,26 @@ def newest_version(calls: Iterable[Transition]) -> int | None:
     return max(versions, default=None)
 
 
+def drop_calls(
+    trajectories: Sequence[Trajectory],
+    values: Sequence[tuple[Any, ...]],
+    is_dropped: Callable[[Transition], bool],
+) -> tuple[list[Trajectory], list[tuple[Any, ...]], int]:
+    """Drop some calls and return (trajectories, values, number of calls dropped).
+
+    `values` may hold any one value per call. Compute advantages first, because a dropped call still
+    counts in its rollout's return.
+    """
+    kept_trajectories, kept_values, num_dropped = [], [], 0
+    for trajectory, of_calls in zip(trajectories, values, strict=True):
+        pairs = zip(trajectory.transitions, of_calls, strict=True)
+        pairs = [(call, value) for call, value in pairs if not is_dropped(call)]
+        num_dropped += len(of_calls) - len(pairs)
+        kept_trajectories.append(replace(trajectory, transitions=tuple(call for call, _ in pairs)))
+        kept_values.append(tuple(value for _, value in pairs))
+    return kept_trajectories, kept_values, num_dropped
+
+
 def drop_stale(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[tuple[Any, ...]],
@@ -133,21 +152,9 @@ def drop_stale(
     policy_version: int,
     max_staleness: int,
 ) -> tuple[list[Trajectory], list[tuple[Any, ...]], int]:
-    """Drop stale calls and return (trajectories, advantages, number of calls dropped).
+    """Return `drop_calls` of stale calls.
 
-    `advantages` may hold any one value per call. A call's staleness is that of its oldest token, in
-    trainer steps before `policy_version`. Compute advantages first, because a dropped call still
-    counts in its rollout's return.
+    A call's staleness is that of its oldest token, in trainer steps before `policy_version`.
     """
-    kept_trajectories, kept_advantages, num_dropped = [], [], 0
-    for trajectory, values in zip(trajectories, advantages, strict=True):
-        pairs = [
-            (call, value)
-            for call, value in zip(trajectory.transitions, values, strict=True)
-            if not is_stale(call, policy_version=policy_version, max_staleness=max_staleness)
-        ]
-        num_dropped += len(values) - len(pairs)
-        fresh = tuple(call for call, _ in pairs)
-        kept_trajectories.append(replace(trajectory, transitions=fresh))
-        kept_advantages.append(tuple(value for _, value in pairs))
-    return kept_trajectories, kept_advantages, num_dropped
+    limits = {"policy_version": policy_version, "max_staleness": max_staleness}
+    return drop_calls(trajectories, advantages, lambda call: is_stale(call, **limits))

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from lightning_jax.models.policies import INITIAL
 from lightning_jax.rl.config import Choice, is_custom
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.loading import ModelServer
@@ -208,7 +209,6 @@ class RolloutConfig(Section):
 AGENT = "agent"  # component with the reward that the agent returned
 PROMPT = "prompt"  # phase of the rollouts of a search for prompts
 MEASURING = ("eval", PROMPT)  # phases that sample greedily, one attempt a task
-INITIAL = "initial"  # served_by of a judge with the weights from the start of the run
 
 
 @section
@@ -334,7 +334,6 @@ def prompt_rules(
     prompts: Mapping[str, str],
     agent: AgentConfig,
     rollout: RolloutConfig,
-    policies: Mapping[str, object],
     rewards: Mapping[str, RewardConfig],
 ) -> Iterator[Rule]:
     """Return what a search for prompts needs, and what each prompt has to be."""
@@ -381,21 +380,15 @@ def prompt_rules(
             not rollout.ahead,
             f"{rollout.ahead}, so rollouts would begin before the prompt is chosen; set it to 0",
         ),
-        "prompt_search.served_by": (
-            search.url or search.served_by in (INITIAL, *policies),
-            f"{search.served_by!r}; expected initial, a URL or a policy",
-        ),
     }
     for key, (holds, fact) in needs.items():
         yield key, holds, f"is {fact}"
 
 
-def reward_rules(
-    rewards: Mapping[str, RewardConfig], policies: Mapping[str, object]
-) -> Iterator[Rule]:
-    """Return what components need: exactly one source each, a judge that exists, and a weight."""
+def reward_rules(rewards: Mapping[str, RewardConfig]) -> Iterator[Rule]:
+    """Return what components need: exactly one source each, and a weight."""
     for name, reward in rewards.items():
-        key, judge, number = f"rewards.{name}", reward.judge, reward.num_sources
+        key, number = f"rewards.{name}", reward.num_sources
         expected = "has another name than letters, digits, - and _"
         yield key, NAME.fullmatch(name), expected, "invalid"
         expected = "none, because it is what the agent returned"
@@ -403,11 +396,6 @@ def reward_rules(
             expected = "exactly one of function, group and judge"
         has_source = number == (name != AGENT)
         yield key, has_source, f"has {number} sources; expected {expected}"
-        is_served = not judge or judge.url or judge.served_by in (INITIAL, *policies)
-        others = "".join(f", {policy}" for policy in policies)
-        served_by = judge.served_by if judge else None
-        text = f"is {served_by!r}; expected initial, a URL{others}"
-        yield f"{key}.judge.served_by", is_served, text, "unknown"
     yield (
         "rewards",
         not rewards or any(reward.weight for reward in rewards.values()),

@@ -3,13 +3,13 @@
 They are not stored. They match the trainer's as long as the run's settings are those of that step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from lightning_jax.models.config import PolicyConfig
+from lightning_jax.models.policies import SINGLE, PolicyTable
 from lightning_jax.rl.advantages import equal_groups, make_pairs, pair_signs, step_advantages
 from lightning_jax.rl.config import AlgorithmConfig, is_custom
 from lightning_jax.rl.credit import CUT_SHORT, assign_credit, punish_overlong
-from lightning_jax.rl.scope import credit_scopes
+from lightning_jax.rl.prepare import learners
 from lightning_jax.rl.token_weights import drop_stale
 from lightning_jax.studio.records import CallCredit, StepCredit
 from lightning_jax.types import FINISHED, Rollout, Trajectory
@@ -37,7 +37,7 @@ def step_credit(
     algorithm: AlgorithmConfig,
     *,
     step: int,
-    policies: Mapping[str, PolicyConfig] | None = None,
+    policies: PolicyTable = SINGLE,
 ) -> StepCredit:
     """Return the credit of a training step's trajectories, or of those finished so far.
 
@@ -60,11 +60,11 @@ def step_credit(
             )
         )
     by_call: dict[str, CallCredit] = {}
-    notes, scopes = [], credit_scopes(algorithm, policies or {})
+    notes, learning = [], learners(algorithm, policies)
     if algorithm.max_sampling_rounds > 1:
         equal = equal_groups(assign_credit(trajectories, algorithm))
         left_out = [trajectory for trajectory in trajectories if trajectory.group_id in equal]
-        for part in [scope.calls(left_out) for scope in scopes]:
+        for part in [policy.calls(left_out) for policy in learning]:
             by_call |= _of_calls(
                 punish_overlong(part, algorithm)[0], algorithm, step, set(), EQUAL_GROUP
             )
@@ -79,7 +79,7 @@ def step_credit(
     )
     trained = {call.call_id for trajectory in fresh for call in trajectory.transitions}
     stale = f"not trained: more than {algorithm.max_staleness} steps old"
-    for part in [scope.calls(trajectories) for scope in scopes]:
+    for part in [policy.calls(trajectories) for policy in learning]:
         by_call |= _of_calls(punish_overlong(part, algorithm)[0], algorithm, step, trained, stale)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         notes.append("advantages are shown without each token's KL penalty")

@@ -7,13 +7,13 @@ seconds.
 import contextlib
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_jax.errors import UserError
-from lightning_jax.models.config import PolicyConfig
 from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.policies import PolicyTable
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.settings import ConfigError, load_config
@@ -186,10 +186,10 @@ class RunReader:
         if config is None:
             return TraceReader()
         if not config.reward_rules:  # nothing else needs the tokenizer
-            return TraceReader(config.roles, policies=config.policies)
+            return TraceReader(config.roles, policies=config.policy_table)
         tokenizer = self.tokenizer[0]
         assert tokenizer is not None, "_config has checked it"
-        return TraceReader(config.roles, config.reward_rules, tokenizer.decode, config.policies)
+        return TraceReader(config.roles, config.reward_rules, tokenizer.decode, config.policy_table)
 
     def _credit(self, rollout: Rollout) -> StepCredit:
         """Return the credit of the calls of the rollout's step, or a note if there is none."""
@@ -210,14 +210,14 @@ class RunReader:
             if self._store.step_groups(step):
                 return StepCredit(notes=("no step has trained on its group yet",))
         if step not in self._credit_of_steps:
-            self._credit_of_steps[step] = self._of_step(step, config.algorithm, config.policies)
+            self._credit_of_steps[step] = self._of_step(step, config.algorithm, config.policy_table)
         trained, found = self._credit_of_steps[step]
         if rollout.rollout_id not in trained:
             return StepCredit(notes=("not trained on: another attempt replaced it",))
         return found
 
     def _of_step(
-        self, step: int, algorithm: AlgorithmConfig, policies: Mapping[str, PolicyConfig]
+        self, step: int, algorithm: AlgorithmConfig, policies: PolicyTable
     ) -> tuple[set[str], StepCredit]:
         """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
         names = self._store.step_groups(step)

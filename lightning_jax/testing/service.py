@@ -11,6 +11,7 @@ from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.policies import INITIAL
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.traces.store import Store
 
@@ -43,17 +44,17 @@ async def run_service(
     """
     model = replace(model, tokenizer=tokenizer or model.tokenizer)
     engine = Engine(model, serve, version=version, programs=[programs])
-    frozen = Engine(initial, serve, programs=[programs]) if initial else None
+    if initial:
+        engine.add(Engine(initial, serve, programs=[programs]), are_counted=False)
+        routing = routing or Routing()
+        routing = replace(routing, policies=routing.policies.with_fixed(INITIAL))
     store = Store(folder / "store.sqlite")
-    gateway = Gateway(engine, store, routing=routing, initial=frozen)
-    engines = [engine, frozen] if frozen else [engine]
-    for running in engines:
-        running.start()
+    gateway = Gateway(engine, store, routing=routing)
+    engine.start()
     try:
         await gateway.start()
         yield Service(gateway, engine, store, model)
     finally:
         await gateway.close()
-        for running in engines:
-            running.close()
+        engine.close()
         store.close()

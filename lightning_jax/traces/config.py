@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Literal
 
+from lightning_jax.models.policies import INITIAL
 from lightning_jax.settings.schema import (
     PLAIN_URL,
     Finite,
@@ -36,8 +37,8 @@ Fact = Literal[
     "cut_short",
 ]
 TEXTS = ("tool_output", "observation", "response")  # facts that always have a text
-SERVED_BY = ("policy", "initial")
-RESERVED = ("policy", "initial", "latest")  # model names with another meaning for the gateway
+SERVED_BY = ("policy", INITIAL)
+RESERVED = ("policy", INITIAL, "latest")  # model names with another meaning for the gateway
 
 
 @section

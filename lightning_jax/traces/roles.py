@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from lightning_jax.models.config import PolicyConfig
+from lightning_jax.models.policies import INITIAL, SINGLE, Policy, PolicyTable
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RoleConfig
 from lightning_jax.traces.tree import Agents
 from lightning_jax.types import Span, Trajectory, Transition, keep_calls
 
 Roles = Mapping[str, RoleConfig]  # in order: a call has the first role that matches
-Policies = Mapping[str, PolicyConfig]  # in the order of their indices; empty if there is only one
 
 
 def find_role(roles: Roles, *, agent: str, model: str, system: str) -> str:
@@ -20,15 +19,21 @@ def find_role(roles: Roles, *, agent: str, model: str, system: str) -> str:
     return next((name for name, role in roles.items() if _fits(role, agent, model, system)), "")
 
 
-def select_policy(policies: Policies, role: RoleConfig | None, model: str) -> str:
-    """Return the policy that a call's role names, else the one that its model names, else ""."""
-    if role is not None and role.policy is not None:
-        return role.policy
-    name = model.removesuffix(":latest")  # Ollama's clients append it
-    return name if name in policies else ""
+def select_policy(policies: PolicyTable, role: RoleConfig, model: str) -> Policy | None:
+    """Return the policy that a call's role names, else the one that its model names, if any.
+
+    The only policy of a run answers to any name.
+    """
+    if role.is_external:
+        return None
+    if name := INITIAL if role.served_by == INITIAL else role.policy:
+        return policies.row(name)
+    if not policies.named:
+        return policies.rows[0]
+    return policies.named.get(model.removesuffix(":latest"))  # Ollama's clients append it
 
 
-def is_trained(role: RoleConfig | None, policy: PolicyConfig | None) -> bool:
+def is_trained(role: RoleConfig | None, policy: Policy | None) -> bool:
     """Return whether a call with this role trains the policy that answered it."""
     return (role is None or role.trains) and (policy is None or policy.trains)
 
@@ -37,7 +42,7 @@ def assign_roles(
     spans: Sequence[Span],
     transitions: Sequence[Transition],
     roles: Roles,
-    policies: Policies | None = None,
+    policies: PolicyTable = SINGLE,
 ) -> tuple[Transition, ...]:
     """Return the calls with their agents, roles and whether they train.
 
@@ -48,7 +53,7 @@ def assign_roles(
     by_id = {span.span_id: span for span in spans}
     agents = Agents(by_id)
     return tuple(
-        _assigned(call, by_id[call.call_id], agents.of(by_id[call.call_id]), roles, policies or {})
+        _assigned(call, by_id[call.call_id], agents.of(by_id[call.call_id]), roles, policies)
         for call in transitions
     )
 
@@ -59,11 +64,11 @@ def only_trained(trajectory: Trajectory) -> Trajectory:
 
 
 def _assigned(
-    call: Transition, span: Span, agent: str, roles: Roles, policies: Policies
+    call: Transition, span: Span, agent: str, roles: Roles, policies: PolicyTable
 ) -> Transition:
     role = str(span.attributes.get(attributes.ROLE, ""))
     decided = span.attributes.get(attributes.TRAINS)  # None: by an older version
-    in_settings = is_trained(roles.get(role), policies.get(call.answered_by))
+    in_settings = is_trained(roles.get(role), policies.named.get(call.answered_by))
     trains = in_settings if decided is None else decided
     if trains and (decided is None or agent != call.agent):
         for name, candidate in roles.items():

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from lightning_jax.models.policies import SINGLE, PolicyTable
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RewardRule
 from lightning_jax.traces.convert import spans_to_transitions, to_trajectory
 from lightning_jax.traces.rewards import Decode, apply_rules
-from lightning_jax.traces.roles import Policies, Roles, assign_roles, only_trained
+from lightning_jax.traces.roles import Roles, assign_roles, only_trained
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.tree import attach_loose_calls
 from lightning_jax.types import Rollout, Span, Trajectory, Transition
@@ -41,7 +42,7 @@ class TraceReader:
     roles: Roles = field(default_factory=dict)
     rules: Mapping[str, RewardRule] = field(default_factory=dict)
     decode: Decode = str  # token ids to text, for the rules' patterns
-    policies: Policies = field(default_factory=dict)
+    policies: PolicyTable = SINGLE
     limits: RewardLimits = field(default_factory=DefaultLimits)
     max_staleness: int | None = None  # in trainer steps; no older call is trained on
 
@@ -109,7 +110,7 @@ class TraceReader:
         roles |= {str(span.attributes.get(attributes.ROLE, "")) for span in spans}
         policies = {call.answered_by for call in transitions}
         return {f"role={name}" for name in roles & self.roles.keys()} | {
-            f"policy={name}" for name in policies & self.policies.keys()
+            f"policy={name}" for name in policies & self.policies.named.keys()
         }
 
 
@@ -126,7 +127,7 @@ class Reading:
         self.dropped: Counter[str] = Counter()
         self.rules: Counter[str] = Counter(dict.fromkeys(reader.rules, 0))  # uses
         names = [f"role={name}" for name in reader.roles]
-        names += [f"policy={name}" for name in reader.policies]
+        names += [f"policy={name}" for name in reader.policies.named]
         self.used: Counter[str] = Counter(dict.fromkeys(names, 0))  # rollouts with calls of each
 
     @property

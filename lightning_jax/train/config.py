@@ -8,18 +8,16 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig, policy_indices
+from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig
+from lightning_jax.models.policies import INITIAL, TEACHER, PolicyTable
 from lightning_jax.rl.config import (
-    INITIAL_TEACHER,
     AlgorithmConfig,
     BatchConfig,
     DistillConfig,
     OptimizerConfig,
 )
-from lightning_jax.rl.scope import ALL, PolicyScope, scopes_of
 from lightning_jax.rollouts.config import (
     AGENT,
-    INITIAL,
     AgentConfig,
     ChatModel,
     PromptSearchConfig,
@@ -351,12 +349,10 @@ class Config(Section):
             "trained on; raise it, lower serve.max_len, or leave it out",
         )
         yield from policy_rules(self.policies, self.roles, self.model, self.algorithm)
-        yield from reward_rules(self.rewards, self.policies)
-        yield from self._initial_rules()
+        yield from reward_rules(self.rewards)
+        yield from self._served_rules()
         yield from age_rules(agent, rollout, self.algorithm)
-        yield from prompt_rules(
-            self.prompt_search, self.prompts, agent, rollout, self.policies, self.rewards
-        )
+        yield from prompt_rules(self.prompt_search, self.prompts, agent, rollout, self.rewards)
         yield (
             "warmup.demonstrations",
             not self.warmup.num_steps or self.warmup.demonstrations or self.learn.run,
@@ -413,11 +409,22 @@ class Config(Section):
             f"is {orchestrator!r}, which does not support several policies; set it to native",
         )
 
-    def _initial_rules(self) -> Iterator[Rule]:
-        """Yield the rule that policies begin as the model if settings ask for initial weights."""
+    def _served_rules(self) -> Iterator[Rule]:
+        """Yield the rules that judges and others name a row of the table of policies.
+
+        Policies have to begin as the model if settings ask for initial weights.
+        """
+        for key, chat in self.chat_models.items():
+            yield (
+                f"{key}.served_by",
+                chat.url or chat.served_by in (INITIAL, *self.policies),
+                f"is {chat.served_by!r}; expected {', '.join((INITIAL, 'a URL', *self.policies))}",
+                "unknown",
+            )
         model = self.model.name
         others = [n for n, policy in self.policies.items() if policy.base not in (None, model)]
-        for key in self.initial_users + ["distill.teacher"] * self.has_initial_teacher:
+        teacher = ["distill.teacher"] * (self.distill.teacher == INITIAL)
+        for key in self.initial_users + teacher:
             yield (
                 key,
                 not others,
@@ -449,31 +456,14 @@ class Config(Section):
         return [model.served_by for model in self.chat_models.values()]
 
     @property
-    def has_initial_teacher(self) -> bool:
-        return self.distill.teacher == INITIAL_TEACHER
-
-    @property
-    def teacher_model(self) -> str | None:
-        """Model to load, which scores the sampled tokens.
-
-        None: no teacher, one behind a URL, or the policy itself.
-        """
-        return self.model.name if self.has_initial_teacher else self.distill.teacher
-
-    @property
-    def adapters(self) -> dict[str, int]:
-        """Index of each policy's adapter; empty unless several policies share weights."""
-        return policy_indices(self.policies) if self.model.lora.rank else {}
-
-    @property
-    def num_adapters(self) -> int | None:
-        """Number of adapters stacked in each kernel, or None if adapters are not stacked."""
-        return len(self.adapters) or None
-
-    @property
-    def weight_scopes(self) -> tuple[PolicyScope, ...]:
-        """Scopes of the weights that are trained, served and saved separately, in order."""
-        return (ALL,) if self.model.lora.rank else scopes_of(self.policies)
+    def policy_table(self) -> PolicyTable:
+        """Who answers and learns. Fixed rows are initial weights, if asked for, and a teacher."""
+        table = PolicyTable.of(self.policies, are_adapters=self.model.lora.rank > 0)
+        if self.initial_users:
+            table = table.with_fixed(INITIAL)
+        if teacher := self.distill.teacher:
+            table = table.with_fixed(TEACHER, None if teacher == INITIAL else teacher)
+        return table
 
     @property
     def total_steps(self) -> int:

@@ -32,14 +32,13 @@ SPEC = SamplerSpec(
     dtype="float32",
     tensor=1,
     routing=Routing(),
-    by_policy=False,
     num_requests=1,
 )
 
 
 @pytest.fixture
 async def sampler() -> AsyncIterator[Sampler]:
-    made = Sampler(SPEC, "127.0.0.1", 100, [(3, [copy_to_host(MODEL.params, "float32")])], None)
+    made = Sampler(SPEC, "127.0.0.1", 100, [(3, [copy_to_host(MODEL.params, "float32")])])
     await made.start()
     yield made
     await made.stop()

@@ -4,14 +4,13 @@ import dataclasses
 
 import pytest
 
-from lightning_jax.models.config import PolicyConfig
+from lightning_jax.models.policies import ALL, SINGLE, Policy, PolicyTable
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.prepare import prepare_policies, prepare_step
-from lightning_jax.rl.scope import ALL, PolicyScope, credit_scopes
+from lightning_jax.rl.prepare import learners, prepare_policies, prepare_step
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.types import Trajectory, Transition
 
-POLICIES = {"writer": PolicyConfig(), "rewriter": PolicyConfig()}
+POLICIES = PolicyTable((Policy("writer"), Policy("rewriter", 1)))
 JOINT = AlgorithmConfig(policy_updates="joint")
 
 
@@ -31,28 +30,28 @@ def test_own_calls_bear_what_the_calls_of_others_after_them_earned() -> None:
     whole = trajectory(
         call("a", 1, 1.0), call("b", 2, 2.0), call("a", 3, 4.0), call("b", 4, 8.0), reward=16.0
     )
-    of_a, of_b = (PolicyScope(name).calls([whole])[0] for name in "ab")
+    of_a, of_b = (Policy(name).calls([whole])[0] for name in "ab")
     assert [item.reward for item in of_a.transitions] == [3.0, 12.0]
     assert [item.reward for item in of_b.transitions] == [7.0, 8.0]  # a's first call precedes it
     assert (of_a.reward, of_b.reward) == (16.0, 16.0)  # the rollout's reward
-    assert PolicyScope("c").calls([whole])[0].transitions == ()
+    assert Policy("c").calls([whole])[0].transitions == ()
 
 
 @pytest.mark.parametrize("credit", ["identical", "per_step"])
 def test_independent_policies_learn_what_they_would_beside_frozen_ones(credit: str) -> None:
     algorithm = AlgorithmConfig(credit=credit)
     made, metrics = prepare_policies(STEP, algorithm, POLICIES, policy_version=0)
-    for index, name in enumerate(POLICIES):
-        alone, known = prepare_step(PolicyScope(name).calls(STEP), algorithm, policy_version=0)
+    for index, name in enumerate(POLICIES.named):
+        alone, known = prepare_step(Policy(name).calls(STEP), algorithm, policy_version=0)
         mine = [item for item in made if item.adapter == index]
         assert [dataclasses.replace(item, adapter=None) for item in mine] == alone
         assert sum(item.weight * len(item.response_token_ids) for item in mine) == pytest.approx(1)
         assert {f"{key}/policy={name}": value for key, value in known.items()}.items() <= (
             metrics.items()
         )
-    frozen = POLICIES | {"rewriter": PolicyConfig(trains=False)}
-    assert [scope.policy for scope in credit_scopes(algorithm, frozen)] == ["writer"]
-    assert credit_scopes(algorithm, {}) == credit_scopes(JOINT, POLICIES) == (ALL,)
+    frozen = PolicyTable((Policy("writer"), Policy("rewriter", 1, trains=False)))
+    assert [policy.name for policy in learners(algorithm, frozen)] == ["writer"]
+    assert learners(algorithm, SINGLE) == learners(JOINT, POLICIES) == (ALL,)
 
 
 def test_joint_policies_learn_from_one_sequence_of_calls() -> None:
@@ -61,7 +60,7 @@ def test_joint_policies_learn_from_one_sequence_of_calls() -> None:
     assert [dataclasses.replace(item, adapter=None) for item in made] == alone
     assert [item.adapter for item in made] == [0, 1, 1, 0, 1, 0, 1]
     assert metrics == known
-    one, _ = prepare_policies(STEP, JOINT, {}, policy_version=0)
+    one, _ = prepare_policies(STEP, JOINT, policy_version=0)
     assert one == alone
 
 

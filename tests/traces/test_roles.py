@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_jax.models.config import PolicyConfig
+from lightning_jax.models.policies import Policy, PolicyTable
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.traces import attributes
@@ -82,9 +82,9 @@ def test_calls_of_an_older_store_train_as_the_settings_say() -> None:
     calls = [
         replace(transition([1], [2]), call_id=span.span_id, answered_by="writer") for span in spans
     ]
-    found = assign_roles(spans, calls, ROLES, {"writer": PolicyConfig()})
+    found = assign_roles(spans, calls, ROLES, PolicyTable((Policy("writer"),)))
     assert [call.trains for call in found] == [True, True, False]
-    found = assign_roles(spans, calls, ROLES, {"writer": PolicyConfig(trains=False)})
+    found = assign_roles(spans, calls, ROLES, PolicyTable((Policy("writer", trains=False),)))
     assert not any(call.trains for call in found)
 
 

@@ -8,7 +8,7 @@ from lightning_jax.cli.verify.compare import compare_all
 from lightning_jax.cli.verify.report import Report
 from lightning_jax.cli.verify.weights import find_sources
 from lightning_jax.errors import UserError
-from lightning_jax.rl.scope import ALL
+from lightning_jax.models.policies import ALL
 from lightning_jax.settings import load_config
 from lightning_jax.traces.store import Store
 from lightning_jax.train.config import Config
@@ -42,11 +42,11 @@ def verify(run_dir: Path, *, limit: int | None = None, tolerance: float | None =
         calls, not_compared = stored_calls(store)
         last_version = max((version.version for version in store.versions()), default=0)
     # The initial weights may have answered, too, which belong to no single policy.
+    policies = config.policy_table.sets
     weights_sources = {
-        scope: find_sources(run_dir, config, last_version, scope)
-        for scope in (*config.weight_scopes, ALL)
+        policy: find_sources(run_dir, config, last_version, policy) for policy in (*policies, ALL)
     }
-    versions = weights_sources[config.weight_scopes[0]].keys()
+    versions = weights_sources[policies[0]].keys()
     calls, reasons = with_known_weights(calls, versions)
     not_compared |= reasons
     if not calls:

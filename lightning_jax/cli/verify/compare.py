@@ -15,9 +15,9 @@ from lightning_jax.cli.verify.weights import WeightsSource
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.mesh import batch_sharding, make_mesh, num_row_shards
+from lightning_jax.models.policies import ALL, Policy
 from lightning_jax.models.sharding import param_shardings
 from lightning_jax.rl.batches.batch import Batch
-from lightning_jax.rl.scope import ALL, PolicyScope
 from lightning_jax.rl.update.logprobs import response_logprobs
 from lightning_jax.train.config import Config
 
@@ -29,35 +29,37 @@ HEAD_CHUNK = 64  # response tokens whose logits are in memory at once
 def compare_all(
     calls: Sequence[StoredCall],
     config: Config,
-    weights_sources: Mapping[PolicyScope, Mapping[int, WeightsSource]],
+    weights_sources: Mapping[Policy, Mapping[int, WeightsSource]],
 ) -> tuple[VersionReport, ...]:
     """Return one report for each version of each policy with its own weights.
 
     The numbers come from the trainer's function, dtype
     and mesh.
     """
-    named, mesh = config.model, make_mesh(config.mesh)
+    named, mesh, policies = config.model, make_mesh(config.mesh), config.policy_table
     model = load_model(named.name, named.dtype, named.activation_dtype)
-    model = adapted(model, config.model.lora, config.seed, config.num_adapters)
+    model = adapted(model, config.model.lora, config.seed, policies.num_adapters)
     shardings = param_shardings(model.config, mesh)
     initial = jax.device_put(model.params, shardings)
     measure = jax.jit(
         partial(response_logprobs, config=model.config, remat=False, head_chunk=HEAD_CHUNK)
     )
-    by_weights: defaultdict[tuple[int, PolicyScope], list[StoredCall]] = defaultdict(list)
+    by_weights: defaultdict[tuple[int, Policy], list[StoredCall]] = defaultdict(list)
     for call in calls:
-        policy = call.transition.answered_by
-        scope = next((scope for scope in config.weight_scopes if scope.policy == policy), ALL)
-        by_weights[call.version, scope].append(call)
+        name = call.transition.answered_by
+        policy = next((policy for policy in policies.sets if policy.name == name), ALL)
+        by_weights[call.version, policy].append(call)
     reports = []
     with tqdm(total=len(calls), desc="calls", unit="call", disable=None) as bar:
-        order = sorted(by_weights, key=lambda which: (which[0], which[1].policy))
-        for version, scope in order:
-            group, source = by_weights[version, scope], weights_sources[scope][version]
+        order = sorted(by_weights, key=lambda which: (which[0], which[1].name))
+        for version, policy in order:
+            group, source = by_weights[version, policy], weights_sources[policy][version]
             params = jax.device_put(source.load(initial), shardings)
             comparisons: list[Comparison] = []
             for some, shape in _batches(group, num_row_shards(mesh)):
-                batch = jax.device_put(_batch(some, *shape, config.adapters), batch_sharding(mesh))
+                batch = jax.device_put(
+                    _batch(some, *shape, policies.adapters), batch_sharding(mesh)
+                )
                 logprobs = np.asarray(measure(params, batch=batch)[0], np.float64)
                 for call, row in zip(some, logprobs, strict=False):  # padding rows follow
                     comparisons += _comparisons(call, row)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.models.lora import overlay, trained_part
+from lightning_jax.models.policies import Policy
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.scope import PolicyScope
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import CHECKPOINTS, exported_step
 from lightning_jax.train.state.checkpoint import Checkpointer
@@ -28,13 +28,13 @@ class WeightsSource:
 
 
 def find_sources(
-    run_dir: Path, config: Config, last_version: int, scope: PolicyScope
+    run_dir: Path, config: Config, last_version: int, row: Policy
 ) -> dict[int, WeightsSource]:
     """Return the versions that the run directory still holds.
 
-    Each source's `load` takes the weights of `config.model`. `scope` has weights of its own.
+    Each source's `load` takes the weights of `config.model`. `row` has weights of its own.
     """
-    policy, base = scope.policy, scope.base
+    policy, base = row.name, row.base
     label = f"{policy}: " if policy else ""
     if base is None or base == config.model.name:
         weights_sources = {0: WeightsSource(label + config.model.name, lambda initial: initial)}
@@ -42,7 +42,11 @@ def find_sources(
         weights_sources = {0: WeightsSource(label + base, _loads(base, config.model.dtype))}
     # Several adapters are each exported in a separate merged copy, so no export holds them all.
     exported = run_dir / "policy" / policy
-    if exported_step(run_dir) == last_version > 0 and not config.adapters and exported.is_dir():
+    if (
+        exported_step(run_dir) == last_version > 0
+        and not config.policy_table.adapters
+        and exported.is_dir()
+    ):
         # A single adapter is merged in the export, and the fresh adapter on top of it is zero.
         name = f"{label}policy{f'/{policy}' if policy else ''}"
         weights_sources[last_version] = WeightsSource(

@@ -6,6 +6,7 @@ of a gateway are of this kind, no model is loaded.
 
 import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -222,7 +223,10 @@ def _checked(model: str) -> str:
 
 @dataclass(frozen=True)
 class RemoteEngine:
-    """Stand-in for the engine of a gateway whose `remote_routing` sends every call away."""
+    """Stand-in for the engine of a gateway that answers no calls itself.
+
+    Its `remote_routing` sends them away, or the samplers answer whose `counters` it has.
+    """
 
     model_name: str
     serve: ServeConfig = field(default_factory=ServeConfig)
@@ -230,9 +234,16 @@ class RemoteEngine:
     version: int = 0
     status: LoopStatus = "ok"
     num_slots: int = 0
+    counters: Callable[[], dict[str, float]] = dict
+
+    def start(self, num_requests: int = 1) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def stats(self) -> dict[str, float]:
-        return {}
+        return self.counters()
 
     async def prepare(self, grammar: str, owner: str = "") -> None:
         self.submit()

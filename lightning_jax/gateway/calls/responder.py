@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
 
-from lightning_jax.engine.admission import LoopStatus
 from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import EngineError, Generation, PromptTooLong
 from lightning_jax.engine.grammar.compiler import GrammarError
 from lightning_jax.engine.response import TimeLimit
-from lightning_jax.engine.types import Completion, SamplingParams
+from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.calls.offload import Offload
 from lightning_jax.gateway.calls.record import (
@@ -25,6 +24,7 @@ from lightning_jax.gateway.calls.record import (
     Unfit,
     error_of,
 )
+from lightning_jax.gateway.calls.remote import RemoteEngine
 from lightning_jax.gateway.calls.sampling import sampling_params
 from lightning_jax.gateway.errors import ApiError, invalid, to_api_error
 from lightning_jax.gateway.prompt.grammar import check_size, grammar_of, guarantees_call, may_call
@@ -43,36 +43,11 @@ STANDSTILL = 2  # times the limit of a response: an engine that has not ended it
 MAX_RECORDED = 4  # times serve.max_len; a longer prompt is refused and its ids are not recorded
 
 
-@runtime_checkable
-class PolicyLoop(Protocol):
-    """Interface of an engine loop for the gateway, implemented by EngineLoop and JetStreamLoop."""
-
-    @property
-    def status(self) -> LoopStatus: ...
-
-    @property
-    def num_slots(self) -> int: ...
-
-    async def prepare(self, grammar: str, owner: str = "") -> None: ...
-
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        adapter: int | None = None,
-        tenant: str | None = None,
-        time_limit: TimeLimit | None = None,
-        call: str | None = None,
-    ) -> Generation: ...
-
-    def stats(self) -> dict[str, float]: ...
-
-
 @dataclass(frozen=True)
 class Responder:
     """Model that answers requests, with its tokenizer, settings and recorder."""
 
-    loop: PolicyLoop
+    engine: Engine | RemoteEngine
     tokenizer: Tokenizer
     recorder: Recorder
     served_model: str
@@ -115,7 +90,7 @@ class Responder:
                     raise
                 if rollout and failure.code == "call_timeout":
                     # Its agent's fault if it had more choices in flight than there are slots.
-                    failure.infrastructure = rollout.most_choices <= self.loop.num_slots
+                    failure.infrastructure = rollout.most_choices <= self.engine.num_slots
                 raise failure from error
             return await self._finish(call, completions, writers, running)
 
@@ -129,7 +104,7 @@ class Responder:
                 "prompt",
                 reason="too_many",
             )
-        limits = {"serve.slots + serve.max_queue": self.loop.num_slots + self.serve.max_queue}
+        limits = {"serve.slots + serve.max_queue": self.engine.num_slots + self.serve.max_queue}
         if rollout:
             limits["serve.max_choices_per_rollout"] = rollout.limits.max_choices_per_rollout
         for name, limit in limits.items():
@@ -257,7 +232,7 @@ class Responder:
             async with self.pauses.timeout(timeout_s):
                 for grammar in {choice.sampling.grammar for choice in call.choices}:
                     if grammar is not None:
-                        await self.loop.prepare(grammar, call.rollout_id or "")
+                        await self.engine.prepare(grammar, call.rollout_id or "")
             for choice, limit in zip(call.choices, limits, strict=True):
                 generations.append(self._submit(choice, call, limit))
             running.accept(call.reply_context(self.tokenizer))
@@ -270,10 +245,11 @@ class Responder:
             waits.remove(*limits)
 
     def _submit(self, choice: SampledChoice, call: Call, limit: TimeLimit) -> Generation:
-        adapter, tenant = call.route.adapter, call.rollout_id
+        policy, tenant = call.route.policy, call.rollout_id
+        assert policy is not None, "the call has been checked"
         try:
-            return self.loop.submit(
-                choice.prompt_ids, choice.sampling, adapter, tenant, limit, call.call_id
+            return self.engine.submit(
+                choice.prompt_ids, choice.sampling, policy, tenant, limit, call.call_id
             )
         except (PromptTooLong, GrammarError):
             raise

@@ -95,11 +95,11 @@ class Callers:
             max_len=self.responder.serve.max_len,
             count_tokens=partial(self.responder.count_tokens, rollout=rollout),
             other_models=tuple(r.model for r in self.routing.roles.values() if r.model),
-            policies=tuple(self.routing.policies),
+            policies=tuple(self.routing.policies.named),
             # Agents have model names of their own in them. With several policies, the name selects.
             accepts_any_model=rollout is not None
             and not self.responder.serve.strict_models
-            and not self.routing.policies,
+            and not self.routing.policies.named,
         )
 
 

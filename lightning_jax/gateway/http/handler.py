@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from io import BytesIO
 
@@ -14,7 +14,6 @@ from lightning_jax.errors import brief
 from lightning_jax.gateway.calls.offload import INLINE_BYTES, FairQueue, dump_json
 from lightning_jax.gateway.calls.record import IncomingCall
 from lightning_jax.gateway.calls.remote import ProxiedCall, pass_on
-from lightning_jax.gateway.calls.responder import Responder
 from lightning_jax.gateway.calls.routing import Route
 from lightning_jax.gateway.dialects.all import read_traits
 from lightning_jax.gateway.dialects.base import Dialect, Dump, Event, Framing, Reply, Sender
@@ -102,23 +101,13 @@ class EventStream:
 
 
 class CallHandler:
-    """Handler that answers calls in every dialect.
+    """Handler that answers calls in every dialect."""
 
-    `responders` maps a role's `served_by` to a responder in this process. Other servers answer the
-    calls of the other roles.
-    """
-
-    def __init__(
-        self,
-        callers: Callers,
-        responders: Mapping[str, Responder],
-        bodies: Bodies,
-    ) -> None:
+    def __init__(self, callers: Callers, bodies: Bodies) -> None:
         self._callers = callers
         self._routing = callers.routing
         self._recorder = callers.responder.recorder
         self._meters = self._recorder.meters
-        self._responders = responders
         self._bodies = bodies
         self._turns = FairQueue()
         self._has_noted_model = False
@@ -248,7 +237,7 @@ class CallHandler:
     def _start(self, call: HandledCall, incoming: IncomingCall) -> RunningCall:
         """Start a call, so that requests that repeat it can join it at once."""
         self._routing.check(incoming.route)
-        running = self._responders[incoming.route.role.served_by].start(incoming)
+        running = self._callers.responder.start(incoming)
         self.working.add(running.task)
         running.task.add_done_callback(self.working.discard)
         if call.rollout:

@@ -74,9 +74,9 @@ class PathForest:
 
         Its neighbours in the row share the longest prefixes with it.
         """
-        at = bisect_left(row.members, path)
-        overlaps = [self.shared_prefix(i, path) for i in row.members[max(at - 1, 0) : at]]
-        overlaps += [self.shared_prefix(path, j) for j in row.members[at : at + 1]]
+        index = bisect_left(row.members, path)
+        overlaps = [self.shared_prefix(i, path) for i in row.members[max(index - 1, 0) : index]]
+        overlaps += [self.shared_prefix(path, j) for j in row.members[index : index + 1]]
         return int(self.lengths[path]) - max(overlaps, default=0)
 
 

@@ -145,11 +145,11 @@ def fill_row(
         if sequence.masks:
             masks[where] = enter_masks(out.distinct.masks, known_masks, sequence)
         if sequence.states is not None:
-            at = slice(start, start + len(sequence.states.positions))
-            out.states.nodes[at] = path_nodes[first + np.asarray(sequence.states.positions)]
-            out.states.values[at] = sequence.states.values
-            out.states.returns[at] = sequence.states.returns
-            out.states.weights[at] = sequence.states.weight
+            places = slice(start, start + len(sequence.states.positions))
+            out.states.nodes[places] = path_nodes[first + np.asarray(sequence.states.positions)]
+            out.states.values[places] = sequence.states.values
+            out.states.returns[places] = sequence.states.returns
+            out.states.weights[places] = sequence.states.weight
         if sequence.teacher_scores is not None:
             _fill_scores(out.teacher, where, sequence, trained)
             if out.teacher.top is not None:

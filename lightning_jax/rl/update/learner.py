@@ -73,7 +73,7 @@ class Learner:
 
         The next `update` deletes them.
         """
-        return replace(self._shell, params=self.state.policy)
+        return replace(self._shell, params=self.state.weights)
 
     def values(
         self, trajectories: Sequence[Trajectory]

@@ -33,8 +33,8 @@ class TrainState:
     base: Any = None  # None: all weights are trained
 
     @property
-    def policy(self) -> Params:
-        """All weights of the policy, trained and frozen."""
+    def weights(self) -> Params:
+        """All weights, trained and frozen."""
         return overlay(self.base, self.params)
 
 
@@ -68,7 +68,6 @@ def place_scalar(params: Params, value: Any, *, most_axes: int = 0) -> Any:
 
 
 def _replicate(params: Params, value: Any) -> Any:
-    """Replicate an array on every device of the weights."""
     sharding = jax.tree.leaves(params)[0].sharding
     if isinstance(sharding, NamedSharding):
         return put_on_mesh(value, NamedSharding(sharding.mesh, PartitionSpec()))

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from lightning_jax.models.config import policy_indices
 from lightning_jax.models.lora import overlay
 from lightning_jax.models.mesh import batch_sharding, num_row_shards
 from lightning_jax.models.shape import DecoderConfig
@@ -30,10 +28,10 @@ from lightning_jax.rl.critic import make_critic
 from lightning_jax.rl.dpo import drop_broken_pairs, weigh_pairs
 from lightning_jax.rl.gae import CallValues, state_sequences
 from lightning_jax.rl.losses.objectives import policy_objective, supervised_objective
-from lightning_jax.rl.losses.policy import NUM_TOKENS, is_maximum, tokens_metric
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.token_weights import split_minibatches
 from lightning_jax.rl.update import train_step
+from lightning_jax.rl.update.joining import merge_packing, merge_updates
 from lightning_jax.rl.update.kl_costs import charge_later_calls, has_later_calls
 from lightning_jax.rl.update.noise_scale import Halves, estimate_signal, split_halves
 from lightning_jax.rl.update.train_state import TrainState, init_state, make_optimizer
@@ -42,6 +40,8 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.types import Metrics, Trajectory
 
 NO_MOMENTS = optax.set_to_zero()
+# Sequences of a minibatch, and the batches on the host that they are packed in.
+Packed = tuple[list[TrainingSequence], list[Batch]]
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class Updater:
         sequences = state_sequences(
             trajectories,
             per_token=self.values_per_token,
-            adapters=policy_indices(self.policies.names if self.policies else ()),
+            adapters=None if self.policies is None else self.policies.indices,
         )
         batches, _ = make_batches(sequences, self.batch)
         sharded = put_on_mesh(batches, batch_sharding(self.mesh))
-        weights = state.policy, state.critic.head
+        weights = state.weights, state.critic.head
         measured = measure(self.functions.values_fn, sharded, *weights)
         values = values_by_call(trajectories, batches, to_host(measured))
         return values, {"time/values_s": time.monotonic() - started}
@@ -118,37 +118,36 @@ class Updater:
         if self.dpo_beta is not None:
             sequences, num_broken = drop_broken_pairs(sequences, self.batch)
             metrics["train/dropped_pairs"] = float(num_broken)
-        minibatch_sequences = self._minibatches(sequences, state)
         parts = [
-            make_batches(part, self.batch, skip_zero_advantage=self.skip_zero_advantage)
-            for part in minibatch_sequences
+            (part, *make_batches(part, self.batch, skip_zero_advantage=self.skip_zero_advantage))
+            for part in self._minibatches(sequences, state)
         ]
-        metrics |= _merge_packing([stats for _, stats in parts])
+        packed = [(part, batches) for part, batches, _ in parts if batches]
+        metrics |= merge_packing([stats for _, _, stats in parts])
         metrics["time/batching_s"] = time.monotonic() - started
         rows = batch_sharding(self.mesh)
-        minibatches = [put_on_mesh(batches, rows) for batches, _ in parts if batches]
+        minibatches = [put_on_mesh(batches, rows) for _, batches in packed]
         if self.reward_kl is not None and has_later_calls(sequences):
             assert reference is not None, "a KL needs a reference policy"
-            filled = [pair for pair in zip(minibatch_sequences, parts, strict=True) if pair[1][0]]
             minibatches = [
-                self._charge(self.reward_kl, some, batches, sharded, state, reference)
-                for (some, (batches, _)), sharded in zip(filled, minibatches, strict=True)
+                self._charge(self.reward_kl, part, sharded, state, reference)
+                for part, sharded in zip(packed, minibatches, strict=True)
             ]
-        present = [self._find_trained_policies(batches) for batches, _ in parts if batches]
+        present = [self._find_trained_policies(batches) for _, batches in packed]
         metrics["train/num_batches"] = float(sum(map(len, minibatches)))
         if not minibatches:
             return state, metrics | {"train/skipped_updates": 1.0, "train/num_updates": 0.0}
         # With a single update the old log-probabilities equal the current ones.
         if self.needs_old_logprobs and self.num_epochs * len(minibatches) > 1:
-            known_old = partial(train_step.with_old_logprobs, self.functions, state.policy)
+            known_old = partial(train_step.with_old_logprobs, self.functions, state.weights)
             minibatches = [known_old(batches) for batches in minibatches]
         ref_logprobs = None
         if self.dpo_beta is not None:  # one minibatch, whose loss needs no other reference values
             assert reference is not None, "DPO keeps one"
             ref_logprobs = self._logprobs(minibatches[0], overlay(state.base, reference))
             reference = None
-        fixed = self._fixed(minibatch_sequences, parts, minibatches)
-        halves = self._halves(minibatch_sequences, parts)
+        fixed = self._fixed(packed, minibatches)
+        halves = self._halves(*packed[0])
         updates: list[Metrics] = []
         for epoch in range(self.num_epochs):
             if epoch and fixed:
@@ -156,10 +155,8 @@ class Updater:
             for batches, some in zip(minibatches, present, strict=True):
                 measured: Metrics = {}
                 if ref_logprobs is not None:
-                    current = self._logprobs(batches, state.policy)
-                    batches, measured = self._prefer(
-                        minibatch_sequences[0], parts[0][0], batches, current, ref_logprobs
-                    )
+                    current = self._logprobs(batches, state.weights)
+                    batches, measured = self._prefer(packed[0], batches, current, ref_logprobs)
                 half = None if updates else halves
                 state, learned = train_step.update(
                     self.functions,
@@ -178,9 +175,7 @@ class Updater:
         }
 
     def _halves(
-        self,
-        minibatches: Sequence[Sequence[TrainingSequence]],
-        parts: Sequence[tuple[Sequence[Batch], Metrics]],
+        self, sequences: Sequence[TrainingSequence], batches: Sequence[Batch]
     ) -> Halves | None:
         """Return halves of the step's first minibatch, whose gradients tell signal from noise.
 
@@ -188,15 +183,10 @@ class Updater:
         """
         if not self.measures_noise or self.policies is not None:
             return None
-        filled = [pair for pair in zip(minibatches, parts, strict=True) if pair[1][0]]
-        some, (batches, _) = filled[0]
-        return split_halves(batches, some)
+        return split_halves(batches, sequences)
 
     def _fixed(
-        self,
-        minibatches: Sequence[Sequence[TrainingSequence]],
-        parts: Sequence[tuple[Sequence[Batch], Metrics]],
-        sharded: Sequence[Sequence[Batch]],
+        self, packed: Sequence[Packed], sharded: Sequence[Sequence[Batch]]
     ) -> list[TrainingSequence]:
         """Return the packed sequences with what was measured before the first update.
 
@@ -206,8 +196,7 @@ class Updater:
         fixed: list[TrainingSequence] = []
         if self.num_epochs == 1 or len(sharded) == 1:
             return fixed
-        filled = [pair for pair in zip(minibatches, parts, strict=True) if pair[1][0]]
-        for (some, (batches, _)), on_mesh in zip(filled, sharded, strict=True):
+        for (some, batches), on_mesh in zip(packed, sharded, strict=True):
             columns = {"advantage": [batch.advantages for batch in on_mesh]}
             if on_mesh[0].old_logprobs is not None:
                 columns["old_logprobs"] = [batch.old_logprobs for batch in on_mesh]
@@ -234,61 +223,43 @@ class Updater:
             sharded = put_on_mesh(batches, batch_sharding(self.mesh))
             if some[0].old_logprobs:
                 old = by_target(batches, [sequence.old_logprobs for sequence in some])
-                sharded = [
-                    dataclasses.replace(batch, old_logprobs=values)
-                    for batch, values in zip(
-                        sharded, put_on_mesh(old, batch_sharding(self.mesh)), strict=True
-                    )
-                ]
+                sharded = self._with("old_logprobs", old, sharded)
             minibatches.append(sharded)
             present.append(self._find_trained_policies(batches))
         return minibatches, present
+
+    def _with(self, name: str, values: Any, sharded: Sequence[Batch]) -> list[Batch]:
+        """Return the sharded batches with these values of the host in one field."""
+        columns = put_on_mesh(values, batch_sharding(self.mesh))
+        pairs = zip(sharded, columns, strict=True)
+        return [dataclasses.replace(batch, **{name: column}) for batch, column in pairs]
 
     def _logprobs(self, sharded: Sequence[Batch], weights: Params) -> Any:
         """Return the log-probabilities of each batch's targets, on the host."""
         return to_host(measure(self.functions.logprobs_fn, sharded, weights))
 
     def _prefer(
-        self,
-        sequences: Sequence[TrainingSequence],
-        batches: Sequence[Batch],
-        sharded: Sequence[Batch],
-        logprobs: Any,
-        ref_logprobs: Any,
+        self, packed: Packed, sharded: Sequence[Batch], logprobs: Any, ref_logprobs: Any
     ) -> tuple[list[Batch], Metrics]:
-        """Return (the sharded batches with DPO advantages, metrics of the pairs).
-
-        `batches` are the same batches on the host, packed from `sequences`.
-        """
+        """Return (the sharded batches with DPO advantages, metrics of the pairs)."""
         beta = self.dpo_beta
         assert beta is not None, "DPO has one"
-        advantages, metrics = weigh_pairs(sequences, batches, logprobs, ref_logprobs, beta=beta)
-        return [
-            dataclasses.replace(batch, advantages=values)
-            for batch, values in zip(
-                sharded, put_on_mesh(advantages, batch_sharding(self.mesh)), strict=True
-            )
-        ], metrics
+        advantages, metrics = weigh_pairs(*packed, logprobs, ref_logprobs, beta=beta)
+        return self._with("advantages", advantages, sharded), metrics
 
     def _charge(
         self,
         algorithm: AlgorithmConfig,
-        sequences: Sequence[TrainingSequence],
-        batches: Sequence[Batch],
+        packed: Packed,
         sharded: Sequence[Batch],
         state: TrainState,
         reference: Params,
     ) -> list[Batch]:
         """Return the sharded batches with the KL of later calls subtracted from the advantages."""
-        current = self._logprobs(sharded, state.policy)
+        current = self._logprobs(sharded, state.weights)
         ref_logprobs = self._logprobs(sharded, overlay(state.base, reference))
-        advantages = charge_later_calls(sequences, batches, current, ref_logprobs, algorithm)
-        return [
-            dataclasses.replace(batch, advantages=values)
-            for batch, values in zip(
-                sharded, put_on_mesh(advantages, batch_sharding(self.mesh)), strict=True
-            )
-        ]
+        advantages = charge_later_calls(*packed, current, ref_logprobs, algorithm)
+        return self._with("advantages", advantages, sharded)
 
     def _minibatches(
         self, sequences: Sequence[TrainingSequence], state: TrainState, epoch: int = 0
@@ -384,30 +355,6 @@ def make_updater(  # noqa: PLR0913  (the arguments are independent)
     )
 
 
-def merge_updates(updates: Sequence[Metrics]) -> Metrics:
-    """Return one row of metrics for the updates of a step, of which there is at least one.
-
-    Counts are added, maxima stay maxima, and the rest are means, which tokens weigh if they are of
-    responses of one length. The sampler-trainer gap is that of the first update, whose weights did
-    the sampling.
-    """
-    row = {"train/num_updates": float(len(updates))}
-    for name in dict.fromkeys(name for update in updates for name in update):
-        having = [update for update in updates if name in update]
-        values = [update[name] for update in having]
-        if name == "train/mismatch_kl":
-            row[name] = values[0]
-        elif is_maximum(name):
-            row[name] = max(values)
-        elif name.startswith(("train/skipped_updates", NUM_TOKENS)):
-            row[name] = sum(values)
-        else:
-            over = tokens_metric(name)
-            weights = [1.0 if over == NUM_TOKENS else update[over] for update in having]
-            row[name] = sum(map(operator.mul, weights, values)) / sum(weights)
-    return row
-
-
 def _signal(
     first: Metrics, halves: Halves | None, sequences: Sequence[TrainingSequence], num_parts: int
 ) -> Metrics:
@@ -426,15 +373,4 @@ def _signal(
         "train/grad_signal": signal,
         "train/grad_noise": noise,
         "train/grad_square": norm**2,
-    }
-
-
-def _merge_packing(parts: Sequence[Metrics]) -> Metrics:
-    """Return the packing metrics of a step from those of its parts.
-
-    Parts have about the same size, so shares are averaged.
-    """
-    return {
-        name: sum(part[name] for part in parts) / (len(parts) if name.endswith("_share") else 1)
-        for name in parts[0]
     }

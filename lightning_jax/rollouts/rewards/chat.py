@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from lightning_jax.gateway.app import Gateway
-from lightning_jax.rollouts.config import INITIAL, ChatModel, RolloutConfig
+from lightning_jax.models.policies import INITIAL
+from lightning_jax.rollouts.config import ChatModel, RolloutConfig
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 
 from lightning_jax.gateway.sessions.open_rollouts import derive_seed
-from lightning_jax.rollouts.config import INITIAL, JudgeConfig, RolloutConfig
+from lightning_jax.rollouts.config import JudgeConfig, RolloutConfig
 from lightning_jax.rollouts.rewards.chat import PREFIX, ChatCounts, Endpoint, ask
 from lightning_jax.rollouts.rewards.components import Attempt
 from lightning_jax.rollouts.rewards.verdicts import (
@@ -185,14 +185,8 @@ class Judge:
 
 def judge_roles(served_by: Iterable[str]) -> dict[str, RoleConfig]:
     """Return the roles of the calls of judges, or of others, that the run serves itself."""
-    roles = {}
-    for name in sorted({name for name in served_by if "://" not in name}):
-        role = RoleConfig(model=PREFIX + name, trains=False)
-        is_initial = name == INITIAL
-        roles[PREFIX + name] = replace(
-            role, **({"served_by": INITIAL} if is_initial else {"policy": name})
-        )
-    return roles
+    names = sorted({name for name in served_by if "://" not in name})
+    return {PREFIX + n: RoleConfig(model=PREFIX + n, trains=False, policy=n) for n in names}
 
 
 def _bounded(schema: dict) -> dict:

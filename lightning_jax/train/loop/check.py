@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_jax.models.model_files import ModelError, local_path, read_chat_template
+from lightning_jax.models.policies import TEACHER
 from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rollouts.config import ChatModel, JudgeConfig, RewardConfig, require_agent
 from lightning_jax.rollouts.rewards.verdicts import read_rubric
@@ -112,8 +113,9 @@ def check_judges(models: Iterable[ChatModel]) -> None:
 def check_model(config: Config) -> None:
     """Raise ModelError if a file or folder with weights or the chat template does not exist."""
     bases = {f"policies.{name}.base": policy.base for name, policy in config.policies.items()}
-    models = {"model.name": config.model.name, "distill.teacher": config.teacher_model, **bases}
-    for key, name in models.items():
+    teacher = config.policy_table.row(TEACHER)
+    bases["distill.teacher"] = teacher and teacher.base
+    for key, name in {"model.name": config.model.name, **bases}.items():
         if name is None:
             continue
         try:

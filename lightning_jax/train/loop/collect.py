@@ -45,7 +45,7 @@ class Collector:
             config.roles,
             config.reward_rules,
             runner.gateway.engine.tokenizer.decode,
-            config.policies,
+            config.policy_table,
             config.rollout,
             max_staleness=config.algorithm.max_staleness,
         )

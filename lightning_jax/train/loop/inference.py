@@ -3,18 +3,19 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.calls.remote import RemoteEngine, remote_routing
 from lightning_jax.models.formats.load import LoadedModel, load_configured, load_like
 from lightning_jax.models.lora import merged, overlay, trained_part
 from lightning_jax.models.mesh import serving_mesh
+from lightning_jax.models.policies import TEACHER, PolicyTable
 from lightning_jax.rollouts.agents.functions import AgentFunction
 from lightning_jax.rollouts.collect import with_ids
 from lightning_jax.rollouts.config import PromptSearchConfig
@@ -145,10 +146,9 @@ async def open_runner(
         if source.server is not None:
             remote = RemoteEngine(source.label(config), config.serve)
             gateway = Gateway(remote, store, routing=remote_routing(config.roles, source.server))
-            engines: Sequence[Engine] = ()
         else:
-            gateway, engines = serve_policies(with_dtypes(config), source, store)
-        service = open_service(gateway, engines, runs_agent, config)
+            gateway = serve_policies(with_dtypes(config), source, store)
+        service = open_service(gateway, runs_agent, config)
         runner = await at_end.enter_async_context(service)
         if source.run_dir is not None:
             chosen = read_chosen(source.run_dir)
@@ -156,40 +156,30 @@ async def open_runner(
         yield runner
 
 
-def serve_policies(
-    config: Config, source: PolicySource, store: Store
-) -> tuple[Gateway, Sequence[Engine]]:
-    """Load the weights and return a gateway to them, with its engines.
+def serve_policies(config: Config, source: PolicySource, store: Store) -> Gateway:
+    """Load the weights and return a gateway to them. The caller starts and closes its engine.
 
     Adapters are not stacked: a trained policy has them merged, and before training they are zero.
+    Policies with the same model share its weights.
     """
-    names = source.model_names(config)
-    has_initial = bool(config.initial_users)
-    first, *others = dict.fromkeys(names + [config.model.name] * has_initial)
+    routing, trained = routing_of(config), source.model_names(config)
+    rows = [row for row in routing.policies.rows if row.name != TEACHER]
+    names = trained + [config.model.name] * (len(rows) - len(trained))  # of fixed rows
+    first, *others = distinct = list(dict.fromkeys(names))
     model = _load_first(config, source, first)
     mesh = serving_mesh(config.serve.mesh, config.mesh)
     programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
-    engines = {
-        name: Engine(
-            model if name == first else load_like(model, name),
-            config.serve,
-            programs=programs,
-            version=source.version if name in names else 0,
-        )
-        for name in (first, *others)
-    }
-
-    def responders(models: Sequence[str]) -> Engine | LoopsByPolicy:
-        answering = [engines[name] for name in models]
-        return LoopsByPolicy(answering) if config.policies else answering[0]
-
-    gateway = Gateway(
-        responders(names),
-        store,
-        routing=routing_of(config),
-        initial=responders([config.model.name] * len(names)) if has_initial else None,
-    )
-    return gateway, list(engines.values())
+    make_engine = partial(Engine, serve=config.serve, programs=programs)
+    engine = make_engine(model, version=source.version)
+    for name in others:
+        is_trained = name in trained
+        version = source.version if is_trained else 0
+        engine.add(make_engine(load_like(model, name), version=version), are_counted=is_trained)
+    rows = [
+        replace(row, weights=distinct.index(name), adapter=None)
+        for row, name in zip(rows, names, strict=True)
+    ]
+    return Gateway(engine, store, routing=replace(routing, policies=PolicyTable(tuple(rows))))
 
 
 def _load_first(config: Config, source: PolicySource, name: str) -> LoadedModel:

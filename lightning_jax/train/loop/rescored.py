@@ -112,10 +112,9 @@ async def _open_scorer(config: Config, store: Store) -> AsyncIterator[RewardScor
         gateway = None
         if config.initial_users:
             calls = at_end.enter_context(closing(TemporaryStore()))
-            gateway, engines = serve_policies(with_dtypes(config), PolicySource(), calls)
-            for engine in engines:
-                at_end.callback(engine.close)
-                engine.start()
+            gateway = serve_policies(with_dtypes(config), PolicySource(), calls)
+            at_end.callback(gateway.engine.close)
+            gateway.engine.start()
             await at_end.enter_async_context(gateway)
         decode = load_tokenizer(config.model.name).decode
         scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)

@@ -24,7 +24,7 @@ from lightning_jax.train.config import Config
 from lightning_jax.train.directory import EXPORTED, status_of
 from lightning_jax.train.hook import Hook, UpdateInput
 from lightning_jax.train.loop.collect import Collector
-from lightning_jax.train.loop.serving import ServedPolicy
+from lightning_jax.train.loop.serving import ServedWeights
 from lightning_jax.train.loop.warmup_probes import WarmupProbes
 from lightning_jax.train.state.export import export
 from lightning_jax.train.state.multihost import Leader
@@ -40,23 +40,23 @@ log = logging.getLogger(__name__)
 class Run:
     """One run between steps, and the operations that change it.
 
-    `leader` changes the train state in all processes. `policies` serve its weights, one per
-    state in order, to the agents of the collector's runner. `hooks` take part in each step, among
-    them `metrics` and `progress`.
+    `leader` changes the train state in all processes. `served` are its weights as the agents of the
+    collector's runner get them. `hooks` take part in each step, among them `metrics` and
+    `progress`.
     """
 
     def __init__(
         self,
         config: Config,
         leader: Leader[Replica],
-        policies: Sequence[ServedPolicy],
+        served: ServedWeights,
         collector: Collector,
         metrics: MetricsLog,
         progress: Progress,
         hooks: Sequence[Hook],
     ) -> None:
         self.config, self.leader, self.replica = config, leader, leader.target
-        self.policies, self.metrics, self.progress, self.hooks = policies, metrics, progress, hooks
+        self.served, self.metrics, self.progress, self.hooks = served, metrics, progress, hooks
         self.collector, self.pipelines = collector, collector.pipelines
         self.gateway, self.store = collector.runner.gateway, collector.runner.store
         collector.hooks = hooks
@@ -148,7 +148,7 @@ class Run:
         prepared = time.monotonic()
         sequences, of_data = await run_in_thread(
             prepare_policies,
-            *(trajectories, algorithm, self.config.policies),
+            *(trajectories, algorithm, self.config.policy_table),
             policy_version=self.step,
             values=values,
         )
@@ -202,12 +202,12 @@ class Run:
         started = time.monotonic()
         self.leader.tell(Replica.publish)
         params = [
-            state.params if scope in self.replica.changed else None
-            for scope, state in zip(self.replica.scopes, self.replica.states, strict=True)
+            state.params if policy in self.replica.changed else None
+            for policy, state in zip(self.replica.policies, self.replica.states, strict=True)
         ]
         with self.replica.dispatching():
-            for policy, changed in zip(self.policies, params, strict=True):
-                policy.publish(changed, self.step)
+            for index, changed in enumerate(params):
+                self.served.publish(changed, self.step, index)
         seconds = time.monotonic() - started
         self.store.add_version(self.step, self.step)
         number = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -319,9 +319,10 @@ class Run:
         """Export the policies. See `export.export`."""
         directory = Path(self.config.run_dir)
         (directory / EXPORTED).unlink(missing_ok=True)
-        for scope in self.replica.scopes:
-            params = self.leader.call(Replica.whole_params, scope)
-            export(directory, self.replica.model, scope.policy, params, self.config.adapters)
+        adapters = self.config.policy_table.adapters
+        for policy in self.replica.policies:
+            params = self.leader.call(Replica.whole_params, policy)
+            export(directory, self.replica.model, policy.name, params, adapters)
         write_whole(directory / EXPORTED, f'{{"step": {self.step}}}\n')
 
     async def close(self, error: BaseException | None = None) -> None:

@@ -1,21 +1,20 @@
 """Servers of a run: engines of its own process, or samplers in a cluster."""
 
 import importlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from lightning_jax.engine.by_policy import LoopsByPolicy
 from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.mesh import serving_mesh
+from lightning_jax.models.policies import INITIAL
 from lightning_jax.models.reshard import copy_host_weights, copy_to_host
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.scope import ALL
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.rollouts.rewards.judge import judge_roles
 from lightning_jax.rollouts.servers import RolloutServer
@@ -26,23 +25,22 @@ from lightning_jax.train.state.replica import Replica
 
 
 @runtime_checkable
-class ServedPolicy(Protocol):
-    """Weights that answer requests, such as an Engine's."""
+class ServedWeights(Protocol):
+    """Weights that answer requests: an Engine's, or those of samplers."""
 
-    def publish(self, params: Params | None, version: int) -> None: ...
+    def publish(self, params: Params | None, version: int, weights: int) -> None: ...
 
 
 @dataclass(frozen=True)
 class Served:
     """Servers of a run.
 
-    `policies` has one entry per train state, in order. `engines` run in this process. Rollouts are
-    opened at `server`, or at the gateway if it is None. `workers` are those of a cluster.
+    `weights` are in the order of the train states. Rollouts are opened at `server`, or at the
+    gateway if it is None. `workers` are those of a cluster.
     """
 
     gateway: Gateway
-    policies: Sequence[ServedPolicy]
-    engines: Sequence[Engine] = ()
+    weights: ServedWeights
     server: RolloutServer | None = None
     workers: OtherMachines | None = None  # that run agents
 
@@ -56,7 +54,7 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
 
     Initial weights that a role asks for are copied now, before the train state takes ownership.
     """
-    has_initial = bool(config.initial_users)
+    has_initial = config.policy_table.row(INITIAL) is not None
     if config.cluster.samplers:
         dtype = config.model.dtype
         initial = copy_host_weights(copy_to_host(model.params, dtype)) if has_initial else None
@@ -68,24 +66,21 @@ def prepare_serving(config: Config, model: LoadedModel, store: Store) -> Serve:
 
     @asynccontextmanager
     async def serve(replica: Replica) -> AsyncIterator[Served]:
-        engines = [
+        engine, *others = [
             make_engine(replace(model, params=params), version=replica.step, share_base=True)
-            for params in [state.policy for state in replica.states]
+            for params in [state.weights for state in replica.states]
         ]
-        running = engines if frozen is None else [*engines, frozen]
-        replica.share_devices(running)
+        for other in others:
+            engine.add(other)
+        if frozen is not None:
+            engine.add(frozen, are_counted=False)
+        replica.share_devices(engine)
         placing = nullcontext((None, config.serve))
         if config.cluster.workers:
             placing = _in_cluster().worker_placement(config.cluster, config.serve, config.run_dir)
         with placing as (workers, address):
-            gateway = Gateway(
-                _responders(config, engines),
-                store,
-                serve=address,
-                routing=routing_of(config),
-                initial=None if frozen is None else _responders(config, [frozen] * len(engines)),
-            )
-            yield Served(gateway, engines, running, workers=workers)
+            gateway = Gateway(engine, store, serve=address, routing=routing_of(config))
+            yield Served(gateway, engine, workers=workers)
 
     return serve
 
@@ -97,12 +92,7 @@ def _in_cluster() -> Any:
 
 def routing_of(config: Config) -> Routing:
     """Return who answers and trains which calls, those of judges included."""
-    return Routing(judge_roles(config.asked_models) | config.roles, config.policies)
-
-
-def _responders(config: Config, engines: Sequence[Engine]) -> Engine | LoopsByPolicy:
-    """Return the gateway's view of the engines, of which there is one per weight scope."""
-    return engines[0] if config.weight_scopes == (ALL,) else LoopsByPolicy(engines)
+    return Routing(judge_roles(config.asked_models) | config.roles, config.policy_table)
 
 
 def requests_at_once(rollout: RolloutConfig) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 from aiohttp import web
 
-from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http.server import local_url
 from lightning_jax.gateway.sessions.open_rollouts import ReadActivity
@@ -28,7 +27,7 @@ from lightning_jax.rollouts.rewards.scoring import make_scorer
 from lightning_jax.rollouts.runner import Runner
 from lightning_jax.rollouts.servers import RolloutServer
 from lightning_jax.rollouts.workers.pool import OtherMachines, open_workers
-from lightning_jax.settings import ConfigError, load_config
+from lightning_jax.settings import ConfigError, changed_keys, load_config
 from lightning_jax.system.memory import freeze_objects, return_freed_memory
 from lightning_jax.system.network import go_direct
 from lightning_jax.system.process_state import kept_process
@@ -41,7 +40,7 @@ from lightning_jax.train.loop.collect import Collector
 from lightning_jax.train.loop.groups import untaken_ids
 from lightning_jax.train.loop.hooks import CompileAhead, UserHook
 from lightning_jax.train.loop.run import Run
-from lightning_jax.train.loop.serving import ServedPolicy, prepare_serving, requests_at_once
+from lightning_jax.train.loop.serving import ServedWeights, prepare_serving, requests_at_once
 from lightning_jax.train.memory import plan
 from lightning_jax.train.prompts.chosen import forget_chosen, present_prompts, read_chosen
 from lightning_jax.train.prompts.search import PromptSearch, check_search
@@ -109,7 +108,7 @@ async def open_run(
         at_end.enter_context(locked(directory))  # before loading the model, which takes long
         config = with_dtypes(config)
         sources = digests(config, train_tasks, dev_tasks, agent)
-        changed = find_changes(config, sources)
+        changed = find_changes(directory, changed_keys(directory / SETTINGS, config), sources)
         model = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / STORE)))
         pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks, stored)
@@ -129,20 +128,20 @@ async def open_run(
         return_freed_memory()  # copies of the weights on their way to the engines
         runner = await at_end.enter_async_context(
             open_service(
-                *(served.gateway, served.engines, runs_agent, config),
+                *(served.gateway, runs_agent, config),
                 num_requests=requests_at_once(config.rollout),
                 server=served.server,
                 others=served.workers,
             )
         )
-        run = _make_run(leader, served.policies, pipelines, runner, train_tasks, hints, user_hooks)
+        run = _make_run(leader, served.weights, pipelines, runner, train_tasks, hints, user_hooks)
         at_end.push_async_exit(lambda _, error, __: run.close(error))
         yield run
 
 
 def _make_run(
     leader: Leader[Replica],
-    policies: Sequence[ServedPolicy],
+    served: ServedWeights,
     pipelines: Pipelines,
     runner: Runner,
     tasks: Sequence[Task],
@@ -166,7 +165,7 @@ def _make_run(
             collector.begin_phase,
         ),
         TeacherWeights(config.distill, num_warmup, hints),
-        FiniteWatch(config.weight_scopes, config.algorithm.max_nonfinite_steps),
+        FiniteWatch(replica.policies, config.algorithm.max_nonfinite_steps),
         PackingWatch(config.batch),
         DropWatch(config.batch),
         UnusedWatch(collector.reader, collector.groups.store),
@@ -176,7 +175,7 @@ def _make_run(
     if pipelines.stored_steps is None:  # else other weights have sampled
         hooks.append(MismatchWatch(config.model.dtype))
     hooks += user_hooks
-    return Run(config, leader, policies, collector, metrics, progress, hooks)
+    return Run(config, leader, served, collector, metrics, progress, hooks)
 
 
 @contextmanager
@@ -194,23 +193,21 @@ def guarded_process(config: Config) -> Iterator[Config]:
 @asynccontextmanager
 async def open_service(
     gateway: Gateway,
-    engines: Sequence[Engine],
     agent: Agent | int | None,
     config: Config,
     num_requests: int = 1,
     server: RolloutServer | None = None,
     others: OtherMachines | None = None,
 ) -> AsyncIterator[Runner]:
-    """Start the engines and the gateway, and yield a runner of the agent, here or in workers.
+    """Start the gateway and its engine, and yield a runner of the agent, here or in workers.
 
     Without an agent, the runner only takes rollouts from outside.
 
-    Engines begin to compile what `num_requests` need that arrive together. All are closed at the
-    end.
+    The engine begins to compile what `num_requests` need that arrive together. Both are closed at
+    the end.
     """
     async with AsyncExitStack() as at_end:
-        for engine in engines:
-            at_end.callback(engine.close)
+        at_end.callback(gateway.engine.close)
         at_end.push_async_callback(gateway.close)
         if isinstance(agent, int):
             await gateway.start()  # which the workers call
@@ -220,8 +217,7 @@ async def open_service(
             isolated = isolate_agent(_no_agent if agent is None else agent)
             running = await at_end.enter_async_context(isolated)
             await gateway.start()
-        for engine in engines:
-            engine.start(num_requests)
+        gateway.engine.start(num_requests)
         at_end.enter_context(freeze_objects())
         store, decode = gateway.store, gateway.engine.tokenizer.decode
         assert store is not None, "rollouts are recorded"
@@ -274,7 +270,7 @@ def load_trainable(config: Config) -> LoadedModel:
     """
     dtype = config.model.dtype if config.model.lora.rank else "float32"
     model = load_configured(replace(config.model, dtype=dtype))
-    return adapted(model, config.model.lora, config.seed, config.num_adapters)
+    return adapted(model, config.model.lora, config.seed, config.policy_table.num_adapters)
 
 
 def _model_that_fits(config: Config) -> LoadedModel:

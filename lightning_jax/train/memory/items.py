@@ -21,6 +21,7 @@ from lightning_jax.models.memory import (
     weight_bytes,
 )
 from lightning_jax.models.mesh import num_row_shards, platform_of
+from lightning_jax.models.policies import TEACHER
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.sharding import cache_sharding
 from lightning_jax.rl.config import BatchConfig, DistillConfig
@@ -65,8 +66,8 @@ def state_items(
     )
     half = ", or set optimizer.mu_dtype to bfloat16" if first == weights else ""
     moments = MemoryItem("optimizer moments", weights + first, less + half)
-    number = len(config.weight_scopes)
-    num_trained = sum(scope.trains for scope in config.weight_scopes)
+    policies = config.policy_table.sets
+    number, num_trained = len(policies), sum(policy.trains for policy in policies)
     items = [MemoryItem("weights in float32", weights, less).times(number)]
     if config.total_steps:
         items.append(moments.times(number if warmup.num_steps else num_trained))
@@ -77,8 +78,8 @@ def state_items(
         without = "algorithm.loss to clip" if algorithm.loss == "dpo" else "algorithm.kl_coef to 0"
         reference = MemoryItem("reference policy", weights, f"Set {without}")
         items.append(reference.times(num_trained))
-    if config.teacher_model is not None:
-        shape = DecoderConfig(load_shape(config.teacher_model))
+    if (row := config.policy_table.row(TEACHER)) is not None:
+        shape = DecoderConfig(load_shape(row.base or config.model.name))
         teacher = weight_bytes(shape, mesh, jnp.dtype(config.model.dtype))
         items.append(MemoryItem("teacher", teacher, "Set distill.teacher to a smaller model"))
     return items
@@ -102,7 +103,7 @@ def serving_items(
     weights = weight_bytes(model, mesh, dtype, trained_part) if shares_base else whole
     fewer = f"Lower serve.slots={serve.slots} or serve.max_len={serve.max_len}"
     smaller = f"Lower serve.prefix_cache_mib={serve.prefix_cache_mib:g}"
-    number = len(config.weight_scopes)
+    number = len(config.policy_table.sets)
     items = [
         MemoryItem("serving weights", weights, _SPLIT_SERVING).times(number),
         MemoryItem("KV cache of the slots", slots, fewer).times(number),

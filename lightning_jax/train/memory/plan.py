@@ -73,7 +73,7 @@ def resolve_shape(config: Config, platform: str | None = None) -> tuple[Config, 
     config = replace(config, model=resolve_dtype(config.model, platform))
     execution = Execution(activation_dtype=config.model.activation_dtype)
     model = DecoderConfig(load_shape(config.model.name), execution)
-    return config, adapted_shape(model, config.model.lora, config.num_adapters)
+    return config, adapted_shape(model, config.model.lora, config.policy_table.num_adapters)
 
 
 def make_plan(

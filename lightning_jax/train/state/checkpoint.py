@@ -183,9 +183,9 @@ class Checkpointer:
         kept = _kept(like)
         self._check_shapes(step, self._described(step)["shapes"], _shapes(kept))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, kept)
-        found = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
+        saved = self._read(step, state=ocp.args.StandardRestore(abstract))["state"]
         return jax.tree.map(
-            lambda state, kept: replace(state, **vars(kept)), like, found, is_leaf=_is_state
+            lambda state, kept: replace(state, **vars(kept)), like, saved, is_leaf=_is_state
         )
 
     def read_newest(self, read: Callable[[int], T]) -> T:
@@ -199,7 +199,7 @@ class Checkpointer:
         errors: dict[int, CheckpointError] = {}
         for step in reversed(self.steps):
             try:
-                found = read(step)
+                content = read(step)
             except CheckpointError as error:
                 if error.reason != MALFORMED or jax.process_count() > 1:
                     raise
@@ -208,7 +208,7 @@ class Checkpointer:
             if errors:
                 self._set_aside(list(errors), str(next(iter(errors.values()))))
                 self._manager.reload()
-            return found
+            return content
         raise next(iter(errors.values()))
 
     def _set_aside(self, steps: Sequence[int], why: str) -> None:
@@ -228,17 +228,17 @@ class Checkpointer:
 
         Raise CheckpointError instead if there are no others.
         """
-        found = [int(path.name) for path in self._directory.glob("*") if path.name.isdecimal()]
-        unlisted = [step for step in found if not is_listed(self._directory / str(step))]
-        if unlisted and len(unlisted) == len(found):
-            raise self._damaged(max(found), "its metadata is not what was written")
+        steps = [int(path.name) for path in self._directory.glob("*") if path.name.isdecimal()]
+        unlisted = [step for step in steps if not is_listed(self._directory / str(step))]
+        if unlisted and len(unlisted) == len(steps):
+            raise self._damaged(max(steps), "its metadata is not what was written")
         if unlisted:
             self._set_aside(unlisted, "metadata is not what was written")
 
     def _described(self, step: int) -> dict[str, Any]:
         """Return the saved shapes and progress. Raise CheckpointError if they are damaged."""
-        found = self._read(step, progress=ocp.args.JsonRestore())["progress"]
-        fields = found if isinstance(found, dict) else {}
+        saved = self._read(step, progress=ocp.args.JsonRestore())["progress"]
+        fields = saved if isinstance(saved, dict) else {}
         parts = {name: fields.get(name) for name in ("shapes", "progress")}
         if not all(isinstance(part, dict) for part in parts.values()):
             raise self._damaged(step, "its progress is not the object that was saved")
@@ -257,8 +257,8 @@ class Checkpointer:
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
             partial_restore=True,
         )
-        found = self._read(step, state=arguments)["state"]
-        return (found[policy] if policy else found)["params"]
+        saved = self._read(step, state=arguments)["state"]
+        return (saved[policy] if policy else saved)["params"]
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
@@ -305,12 +305,12 @@ class Checkpointer:
             key=str(step),
         )
 
-    def _check_shapes(self, step: int, found: dict[str, Any], expected: dict[str, Any]) -> None:
-        wrong = sorted(k for k in found | expected if found.get(k) != expected.get(k))
+    def _check_shapes(self, step: int, saved: dict[str, Any], expected: dict[str, Any]) -> None:
+        wrong = sorted(k for k in saved | expected if saved.get(k) != expected.get(k))
         if wrong:
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self._directory} does not match the model: "
-                f"{wrong[0]} has shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}. "
+                f"{wrong[0]} has shape {saved.get(wrong[0])}, expected {expected.get(wrong[0])}. "
                 "Use the model that it was trained with, or another run_dir.",
                 reason="mismatch",
                 key=wrong[0],

@@ -34,8 +34,8 @@ def find_damage(directory: Path) -> str | None:
         return f"{path.name} cannot be read: {in_one_line(str(error))}"
     if not isinstance(written, dict):
         return f"{path.name} is no object"
-    found = _checksums(directory)
-    wrong = sorted(name for name in {**found, **written} if found.get(name) != written.get(name))
+    now = _checksums(directory)
+    wrong = sorted(name for name in {**now, **written} if now.get(name) != written.get(name))
     if not wrong:
         return None
     return f"{in_one_line(wrong[0])} is not the file that was written"
@@ -44,13 +44,13 @@ def find_damage(directory: Path) -> str | None:
 def is_listed(directory: Path) -> bool:
     """Return whether Orbax can list a checkpoint. One that it cannot hides all others from it."""
     try:
-        found = json.loads((directory / _METADATA).read_text())
+        metadata = json.loads((directory / _METADATA).read_text())
     except (OSError, ValueError):
         return True  # it ignores such a file
     try:
         written = json.loads((directory / CHECKSUMS).read_text())[_METADATA]
     except (OSError, ValueError, KeyError, TypeError):
-        return isinstance(found, dict)
+        return isinstance(metadata, dict)
     return written == _checksum(directory / _METADATA)
 
 
@@ -65,14 +65,14 @@ def _checksums(directory: Path) -> dict[str, list[int]]:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     files = [path for path in files if path != directory / CHECKSUMS]
     with ThreadPoolExecutor(_THREADS) as pool:  # the sum releases the interpreter lock
-        found = list(pool.map(_checksum, files))
+        sums = list(pool.map(_checksum, files))
     names = [path.relative_to(directory).as_posix() for path in files]
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, sums, strict=True))
 
 
 def _checksum(path: Path) -> list[int]:
-    size = found = 0
+    size = checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            size, found = size + len(chunk), zlib.crc32(chunk, found)
-    return [size, found]
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return [size, checksum]

@@ -103,9 +103,9 @@ async def cancel_on_stop() -> AsyncIterator[None]:
     assert main is not None, "a coroutine runs in a task"
 
     async def heed() -> None:
-        while not (asked := _asked_to_stop()):
+        while not (process := _asked_to_stop()):
             await asyncio.sleep(_HEED_S)
-        asked_by.append(asked)
+        asked_by.append(process)
         main.cancel()
 
     heeding = asyncio.create_task(heed())

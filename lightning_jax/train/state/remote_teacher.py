@@ -98,16 +98,16 @@ class RemoteTeacher:
                 key="distill.teacher_url",
             ) from error
         choice = reply.choices[0]
-        found: list[Any] = (choice.logprobs and choice.logprobs.token_logprobs) or []
-        if len(found) < len(ids) or any(value is None for value in found[1 : len(ids)]):
+        values: list[Any] = (choice.logprobs and choice.logprobs.token_logprobs) or []
+        if len(values) < len(ids) or any(value is None for value in values[1 : len(ids)]):
             raise TeacherError(
-                f"the teacher at {self.client.base_url} gave {len(found)} log-probabilities for "
+                f"the teacher at {self.client.base_url} gave {len(values)} log-probabilities for "
                 f"{len(ids)} tokens; it must answer completions with echo and logprobs.",
                 reason="not_scored",
                 key="distill.teacher_url",
             )
         self._check_vocabulary(ids, choice.text)
-        logprobs = (0.0, *map(float, found[1 : len(ids)]))[start:]
+        logprobs = (0.0, *map(float, values[1 : len(ids)]))[start:]
         if not self.top_k:
             return TeacherScores(logprobs)
         named = (choice.logprobs and choice.logprobs.top_logprobs) or []
@@ -122,7 +122,7 @@ class RemoteTeacher:
         """
         ids = np.zeros((len(named), self.top_k), np.int32)
         logprobs = np.full(ids.shape, NO_TOKEN, np.float32)
-        for place, tokens in enumerate(named):
+        for row, tokens in enumerate(named):
             pairs = []
             for name, value in (tokens or {}).items():
                 if (match := _NAMED_BY_ID.fullmatch(name)) is None:
@@ -131,7 +131,7 @@ class RemoteTeacher:
             best = sorted(pairs, reverse=True)[: self.top_k]
             for rank, (value, token_id) in enumerate(best):
                 if token_id < self.num_ids:
-                    ids[place, rank], logprobs[place, rank] = token_id, value
+                    ids[row, rank], logprobs[row, rank] = token_id, value
         return LikelyTokens(ids, logprobs)
 
     def _no_ids(self) -> TeacherError:

@@ -21,21 +21,27 @@ from lightning_jax.engine.engine import Engine
 from lightning_jax.models.formats.load import LoadedModel, load_like
 from lightning_jax.models.lora import adapted_facts, pick
 from lightning_jax.models.mesh import serving_mesh
+from lightning_jax.models.policies import TEACHER, Policy
 from lightning_jax.models.reshard import copy_to_host, reshard
 from lightning_jax.models.sharding import param_shardings, to_host
 from lightning_jax.models.transformer import Params
-from lightning_jax.rl.distill import count_unscored, teacher_metrics, waits_for_teacher, with_scores
+from lightning_jax.rl.distill import (
+    TeacherScorer,
+    count_unscored,
+    teacher_metrics,
+    waits_for_teacher,
+    with_scores,
+)
 from lightning_jax.rl.gae import CallValues
-from lightning_jax.rl.scope import PolicyScope, pack_by_policy, unpack_by_policy
 from lightning_jax.rl.sequence import TrainingSequence
-from lightning_jax.rl.update.by_policy import join_metrics, join_values, sequences_of
+from lightning_jax.rl.update.joining import join_metrics, join_values, sequences_of
 from lightning_jax.rl.update.train_state import TrainState
 from lightning_jax.rl.update.train_step import taking_turns
 from lightning_jax.rl.update.updater import NO_MOMENTS, Updater
 from lightning_jax.train.config import Config
 from lightning_jax.train.directory import CHECKPOINTS, REFERENCE, WARMUP_BEST
 from lightning_jax.train.state.checkpoint import Checkpointer, CheckpointError
-from lightning_jax.train.state.teacher import load_teacher, score_by_policy
+from lightning_jax.train.state.teacher import load_teacher
 from lightning_jax.train.state.updaters import phase_updater
 from lightning_jax.types import Metrics, Trajectory
 
@@ -47,9 +53,9 @@ Dispatching = Callable[[], contextlib.AbstractContextManager[None]]
 class Replica:
     """Weights and moments at the current step, and the operations that change them.
 
-    `states` has one state for each of `Config.weight_scopes`, and `reference` the frozen copy of
-    its weights if the loss needs one. `progress` is the object saved with the newest checkpoint, or
-    None without a checkpoint.
+    `states` has one state for each of `policies`, the table's sets of weights, and `reference` the
+    frozen copy of its weights if the loss needs one. `progress` is the object saved with the newest
+    checkpoint, or None without a checkpoint.
     """
 
     def __init__(self, config: Config, model: LoadedModel) -> None:
@@ -69,33 +75,32 @@ class Replica:
         }
         self.shares_devices = False  # with engines that run during an update
         self.dispatching: Dispatching = contextlib.nullcontext
-        self.scopes = config.weight_scopes
+        self.policies = config.policy_table.sets
         self.states = self._restore() or self._first_states()
-        self.checkpointer.warn_of_disk(pack_by_policy(self.scopes, self.states))
+        self.checkpointer.warn_of_disk(_packed(self.policies, self.states))
         self.reference = self._first_reference()
-        self.teacher = load_teacher(config, model)
+        self.teacher = load_teacher(
+            model,
+            config.policy_table.row(TEACHER),
+            config.distill,
+            config.model,
+            config.batch,
+            self.learner.mesh,
+        )
 
-    def share_devices(self, engines: Sequence[Engine]) -> None:
-        """With `rollout.ahead`, take turns with engines on the trainer's devices in an update.
+    def share_devices(self, engine: Engine) -> None:
+        """With `rollout.ahead`, take turns with the engine on the trainer's devices in an update.
 
         A single device of a CPU runs programs of several threads at once, so nothing waits there.
         """
         devices = set(self.learner.mesh.devices.flat) if self.config.rollout.ahead else set()
-        others = [engine for engine in engines if engine.devices & devices]
-        self.shares_devices = bool(others)
-        if not others or (len(devices) == 1 and next(iter(devices)).platform == "cpu"):
+        self.shares_devices = bool(engine.devices & devices)
+        is_one_cpu = len(devices) == 1 and next(iter(devices)).platform == "cpu"
+        if not self.shares_devices or is_one_cpu:
             return
-
-        @contextlib.contextmanager
-        def dispatching() -> Iterator[None]:
-            with contextlib.ExitStack() as held:
-                for engine in others:
-                    held.enter_context(engine.dispatching())
-                yield
-
-        self.dispatching = dispatching
+        self.dispatching = engine.dispatching
         self.learners = {
-            phase: replace(learner, functions=taking_turns(learner.functions, dispatching))
+            phase: replace(learner, functions=taking_turns(learner.functions, engine.dispatching))
             for phase, learner in self.learners.items()
         }
 
@@ -112,24 +117,24 @@ class Replica:
         self, trajectories: Sequence[Trajectory]
     ) -> tuple[list[tuple[CallValues, ...]] | None, Metrics]:
         """Return `Updater.values` for the current weights."""
-        found, seconds = [], 0.0
-        for scope in self._learning:
-            calls = scope.calls(trajectories)
-            values, metrics = self.learner.values(self.states[scope.index], calls)
+        parts, seconds = [], 0.0
+        for policy in self._learning:
+            state = self.states[policy.weights]
+            values, metrics = self.learner.values(state, policy.calls(trajectories))
             if values is None:
                 return None, {}
-            found, seconds = [*found, values], seconds + metrics["time/values_s"]
-        return join_values(trajectories, self._learning, found), {"time/values_s": seconds}
+            parts, seconds = [*parts, values], seconds + metrics["time/values_s"]
+        return join_values(trajectories, self._learning, parts), {"time/values_s": seconds}
 
     def update(self, sequences: Sequence[TrainingSequence]) -> Metrics:
         """Train on the sequences and return metrics.
 
         If no sequence has a gradient, the weights stay the same.
         """
-        return join_metrics(self._learning, [self._update(s, sequences) for s in self._learning])
+        return join_metrics(self._learning, [self._update(p, sequences) for p in self._learning])
 
-    def _update(self, scope: PolicyScope, sequences: Sequence[TrainingSequence]) -> Metrics:
-        index, mine = scope.index, sequences_of(scope, sequences)
+    def _update(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> Metrics:
+        index, mine = policy.weights, sequences_of(policy, sequences)
         mine, scored = self._scored(index, mine)
         state, metrics = self.learner.update(self.states[index], mine, self.reference[index])
         self.states[index] = state
@@ -149,8 +154,9 @@ class Replica:
         if self.teacher is not None:
             scores = self.teacher.score(waiting)
         else:
-            policy, top_k = self.states[index].policy, self.config.distill.num_top
-            scores = score_by_policy(self.learner, policy, waiting, top_k)
+            learner, top_k = self.learner, self.config.distill.num_top
+            scorer = TeacherScorer(learner.functions.scores_fn, learner.batch, learner.mesh, top_k)
+            scores = scorer(self.states[index].weights, waiting)
         scored = with_scores(sequences, scores)
         by_server = self.config.distill.teacher_url is not None
         metrics = teacher_metrics(scored) | count_unscored(scores, by_server=by_server)
@@ -169,17 +175,17 @@ class Replica:
         """Save the weights of this step for `end_warmup`."""
         with self._checkpoints(WARMUP_BEST) as kept:
             kept.clear()
-            self._save_weights(kept, self.states, self.scopes)
+            self._save_weights(kept, self.states, self.policies)
 
     def end_warmup(self) -> None:
         """Skip the rest of the warm-up, with the weights that `keep_weights` saved."""
         with self._checkpoints(WARMUP_BEST) as kept:
             step = kept.latest_step
             assert step is not None, "the best probe's weights are saved"
-            for scope in self.scopes:
-                state = self.states[scope.index]
-                params = kept.restore_params(state.params, step, scope.policy)
-                self.states[scope.index] = replace(state, params=params)
+            for policy in self.policies:
+                state = self.states[policy.weights]
+                params = kept.restore_params(state.params, step, policy.name)
+                self.states[policy.weights] = replace(state, params=params)
         self.step = self.config.warmup.num_steps
         self._begin_policy()
 
@@ -188,26 +194,26 @@ class Replica:
         shutil.rmtree(Path(self.config.run_dir) / WARMUP_BEST, ignore_errors=True)
 
     def _begin_policy(self) -> None:
-        for index, scope in enumerate(self.scopes):
+        for index, policy in enumerate(self.policies):
             # Popped first, because old and new moments together would double the memory.
-            params = self.states.pop(index).policy
-            self.states.insert(index, self.learner.init(params, trains=scope in self._learning))
+            params = self.states.pop(index).weights
+            self.states.insert(index, self.learner.init(params, trains=policy in self._learning))
         self.reference = self._first_reference()
 
     @property
-    def changed(self) -> tuple[PolicyScope, ...]:
-        """Scopes of the weights that the last step trained."""
+    def changed(self) -> tuple[Policy, ...]:
+        """Policies whose weights the last step trained."""
         return self._trained_by(self.step - 1)
 
     def publish(self) -> None:
         """Do the other processes' share of `Engine.publish` for the weights just trained."""
-        for scope in self.changed:
-            self._publish(self.states[scope.index].params)
+        for policy in self.changed:
+            self._publish(self.states[policy.weights].params)
 
     def publish_all(self) -> None:
         """Like `publish`, for all weights."""
         for state in self.states:
-            self._publish(state.policy)
+            self._publish(state.weights)
 
     def _publish(self, params: Params) -> None:
         if self.config.cluster.samplers:
@@ -221,11 +227,11 @@ class Replica:
         """Write a checkpoint of this step, unless there is one."""
         if self.checkpointer.latest_step != self.step:
             described = progress | {"adapts": self.adapts}
-            self.checkpointer.save(self.step, pack_by_policy(self.scopes, self.states), described)
+            self.checkpointer.save(self.step, _packed(self.policies, self.states), described)
 
-    def whole_params(self, scope: PolicyScope) -> Params:
-        """Return the weights of that scope, on the host if they span several processes."""
-        params = self.states[scope.index].policy
+    def whole_params(self, policy: Policy) -> Params:
+        """Return the policy's weights, on the host if they span several processes."""
+        params = self.states[policy.weights].weights
         return params if jax.process_count() == 1 else to_host(params)
 
     def close(self) -> None:
@@ -234,36 +240,37 @@ class Replica:
             self.teacher.close()
 
     @property
-    def _learning(self) -> tuple[PolicyScope, ...]:
-        """Scopes of the weights that steps of this phase change."""
+    def _learning(self) -> tuple[Policy, ...]:
+        """Policies whose weights steps of this phase change."""
         return self._trained_by(self.step)
 
-    def _trained_by(self, step: int) -> tuple[PolicyScope, ...]:
-        """Return the scopes of the weights that this step changes. The warm-up trains all.
+    def _trained_by(self, step: int) -> tuple[Policy, ...]:
+        """Return the policies whose weights this step changes. The warm-up trains all.
 
         A run without steps trains none, so that it holds no moments.
         """
         if self.config.total_steps == 0:
             return ()
         is_warmup = step < self.config.warmup.num_steps
-        return tuple(scope for scope in self.scopes if is_warmup or scope.trains)
+        return tuple(policy for policy in self.policies if is_warmup or policy.trains)
 
     def _described(self, policy: str) -> str:
         """Return the policy's entry in a checkpoint, which has no moments for frozen weights."""
-        frozen = not self.config.adapters and not self.config.policies[policy].trains
+        is_set = not self.config.policy_table.adapters
+        frozen = is_set and not self.config.policies[policy].trains
         return f"{policy} (frozen)" if frozen else policy
 
     def _first_states(self) -> list[TrainState]:
         """Return the states before the first step. Takes ownership of the model's weights."""
         return [
-            self.learner.init(self._first_params(scope), trains=scope in self._learning)
-            for scope in self.scopes
+            self.learner.init(self._first_params(policy), trains=policy in self._learning)
+            for policy in self.policies
         ]
 
-    def _first_params(self, scope: PolicyScope) -> Params:
-        if scope.base not in (None, self.model.name):
-            return load_like(self.model, scope.base).params
-        if scope == self.scopes[-1]:
+    def _first_params(self, policy: Policy) -> Params:
+        if policy.base not in (None, self.model.name):
+            return load_like(self.model, policy.base).params
+        if policy == self.policies[-1]:
             return self.model.params
         return jax.tree.map(np.array, self.model.params)
 
@@ -271,7 +278,7 @@ class Replica:
         """Load the newest sound checkpoint and its step, or return None if there is none."""
         if self.checkpointer.latest_step is None:
             return None
-        like = pack_by_policy(self.scopes, self._first_states())
+        like = _packed(self.policies, self._first_states())
 
         def read(step: int) -> tuple[int, dict[str, Any], Any]:
             progress = self.checkpointer.progress(step)
@@ -280,16 +287,16 @@ class Replica:
 
         self.step, self.progress, packed = self.checkpointer.read_newest(read)
         log.info("resuming from the checkpoint of step %d in %s", self.step, self.config.run_dir)
-        return unpack_by_policy(self.scopes, packed)
+        return [packed[policy.name] if policy.name else packed for policy in self.policies]
 
     def _check_adapts(self, step: int, progress: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless the weights of a checkpoint belong to this model."""
-        found = progress.get("adapts", {})
+        saved = progress.get("adapts", {})
         for name, value in self.adapts.items():
-            if found.get(name) != value:
+            if saved.get(name) != value:
                 raise CheckpointError(
                     f"the weights in the checkpoint of step {step} were trained with {name} "
-                    f"{found.get(name)}; expected {value}. Use the model and settings they were "
+                    f"{saved.get(name)}; expected {value}. Use the model and settings they were "
                     "trained with, or another run_dir.",
                     reason="mismatch",
                     key=name,
@@ -302,38 +309,44 @@ class Replica:
         first step of the policy phase always copies the current weights. A reference saved by an
         earlier attempt may have had other weights.
         """
-        reference: list[Params | None] = [None] * len(self.scopes)
+        reference: list[Params | None] = [None] * len(self.policies)
         has_one = self.config.algorithm.has_reference and self.config.total_steps > 0
         if not has_one or self.phase == "warmup":
             return reference
-        states = [self.states[scope.index] for scope in self._learning]
+        states = [self.states[policy.weights] for policy in self._learning]
         begins = self.step == self.config.warmup.num_steps
         with self._checkpoints(REFERENCE) as references:
             if (step := references.latest_step) is not None and not begins:
                 copies = [
-                    references.restore_params(state.params, step, scope.policy)
-                    for scope, state in zip(self._learning, states, strict=True)
+                    references.restore_params(state.params, step, policy.name)
+                    for policy, state in zip(self._learning, states, strict=True)
                 ]
             else:
                 copies = [jax.tree.map(jnp.copy, state.params) for state in states]
                 references.clear()
                 self._save_weights(references, states, self._learning)
-        for scope, copy in zip(self._learning, copies, strict=True):
-            reference[scope.index] = copy
+        for policy, copy in zip(self._learning, copies, strict=True):
+            reference[policy.weights] = copy
         return reference
 
     @contextlib.contextmanager
     def _checkpoints(self, name: str) -> Iterator[Checkpointer]:
         """Open a directory of the run with weights that are not those of a checkpoint."""
         directory = Path(self.config.run_dir) / name
-        with contextlib.closing(Checkpointer(directory, self.config.checkpoint)) as found:
-            yield found
+        with contextlib.closing(Checkpointer(directory, self.config.checkpoint)) as opened:
+            yield opened
 
     def _save_weights(
-        self, where: Checkpointer, states: Sequence[TrainState], scopes: Sequence[PolicyScope]
+        self, where: Checkpointer, states: Sequence[TrainState], policies: Sequence[Policy]
     ) -> None:
         """Save the states of this step without moments and critics, which nobody will read."""
         saved = [
             replace(state, opt_state=NO_MOMENTS.init(state.params), critic=None) for state in states
         ]
-        where.save(self.step, pack_by_policy(scopes, saved), {})
+        where.save(self.step, _packed(policies, saved), {})
+
+
+def _packed(policies: Sequence[Policy], states: Sequence[TrainState]) -> Any:
+    """Return the states by policy, or the only one by itself, as checkpoints have them."""
+    by_name = {policy.name: state for policy, state in zip(policies, states, strict=True)}
+    return by_name.get("", by_name)

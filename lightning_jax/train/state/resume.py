@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_jax.rl.config import Choice
 from lightning_jax.rollouts.workers.work import file_digest
-from lightning_jax.settings import ConfigError, changed_keys, save_config
+from lightning_jax.settings import ConfigError, save_config
 from lightning_jax.settings.paths import file_of
 from lightning_jax.system.files import write_whole
 from lightning_jax.traces.store import CRASH, Store
@@ -40,13 +40,12 @@ LEARNING = (
 )  # fmt: skip
 
 
-def find_changes(config: Config, sources: dict[str, str]) -> list[str]:
+def find_changes(directory: Path, keys: Sequence[str], sources: dict[str, str]) -> list[str]:
     """Return the changed settings and sources that make stored rollouts those of another run.
 
-    `sources` are today's `digests`. Raises ConfigError for a damaged file.
+    `keys` are the changed settings and `sources` today's `digests`. Raises ConfigError for a
+    damaged file.
     """
-    directory = Path(config.run_dir)
-    keys = changed_keys(directory / SETTINGS, config)
     harmful = [key for key in keys if not key.startswith(HARMLESS)]
     return harmful + changed_sources(directory, sources)
 
@@ -128,7 +127,7 @@ def digests(
         named["agent.function"] = _file_of(agent.function)
     else:
         named |= {f"agent.command's {word}": Path(word) for word in agent.command}
-    found = {
+    sources = {
         f"{name} (its file)": file_digest(path)
         for name, path in named.items()
         if path is not None and path.is_file()
@@ -136,8 +135,8 @@ def digests(
     if function is not None:
         with contextlib.suppress(OSError, TypeError):  # not every callable has a source
             source = inspect.getsource(function).encode()
-            found["agent (its source)"] = hashlib.sha256(source).hexdigest()
-    return found | {"train tasks": _of_tasks(train_tasks), "dev tasks": _of_tasks(dev_tasks)}
+            sources["agent (its source)"] = hashlib.sha256(source).hexdigest()
+    return sources | {"train tasks": _of_tasks(train_tasks), "dev tasks": _of_tasks(dev_tasks)}
 
 
 def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:

@@ -1,82 +1,62 @@
 """Teacher of a run: a model that scores what the policy sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
+from jax.sharding import Mesh
+
+from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.load import LoadedModel, load_model
-from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.model_files import ModelError
+from lightning_jax.models.policies import Policy
 from lightning_jax.models.sharding import param_shardings, put_on_mesh
-from lightning_jax.models.transformer import Params
-from lightning_jax.rl.distill import Scores, TeacherScorer, make_scorer
+from lightning_jax.rl.config import BatchConfig, DistillConfig
+from lightning_jax.rl.distill import Scores, make_scorer
 from lightning_jax.rl.sequence import TrainingSequence
-from lightning_jax.rl.update.updater import Updater
-from lightning_jax.train.config import Config
-
-
-@runtime_checkable
-class ScoresTokens(Protocol):
-    """Teacher, wherever it is."""
-
-    def score(self, sequences: Sequence[TrainingSequence]) -> Scores:
-        """Return the scores of each sequence."""
-        ...
-
-    def close(self) -> None:
-        """Release what the teacher holds outside of this process."""
-        ...
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """Weights of the teacher on the training mesh, and its forward pass."""
+    """Teacher, wherever it is. `close` releases what it holds outside of this process."""
 
-    params: Params
-    scorer: TeacherScorer
-
-    def score(self, sequences: Sequence[TrainingSequence]) -> Scores:
-        """Return the scores of each sequence. The teacher has no adapters for several policies."""
-        return self.scorer(self.params, [replace(item, adapter=None) for item in sequences])
-
-    def close(self) -> None:
-        """Do nothing: it holds nothing outside of this process."""
+    score: Callable[[Sequence[TrainingSequence]], Scores]
+    close: Callable[[], None] = lambda: None
 
 
-def load_teacher(config: Config, model: LoadedModel) -> ScoresTokens | None:
-    """Load the teacher that `distill` names or connect to it. Return None if it names none.
+def load_teacher(
+    model: LoadedModel,
+    teacher: Policy | None,
+    distill: DistillConfig,
+    settings: ModelConfig,
+    batch: BatchConfig,
+    mesh: Mesh,
+) -> Teacher | None:
+    """Load the `teacher` or connect to the one that `distill` names. Return None without any.
 
     It may have another shape than `model`. Raises ModelError if it has another vocabulary, and
     TeacherError if a server cannot score tokens.
     """
-    if config.distill.teacher_url is not None:
+    num_ids = model.config.shape.vocab_size
+    if distill.teacher_url is not None:
         from lightning_jax.train.state.remote_teacher import connect  # imports openai
 
-        return connect(config.distill, model.tokenizer, model.config.shape.vocab_size)
-    name = config.teacher_model
-    if name is None:
+        remote = connect(distill, model.tokenizer, num_ids)
+        return Teacher(remote.score, remote.close)
+    if teacher is None:
         return None
-    teacher = load_model(name, config.model.dtype, config.model.activation_dtype)
-    check_vocabulary(teacher, model)
-    mesh = make_mesh(config.mesh)
-    params = put_on_mesh(teacher.params, param_shardings(teacher.config, mesh), donate=True)
+    loaded = load_model(teacher.base or model.name, settings.dtype, settings.activation_dtype)
+    check_vocabulary(loaded, model)
+    params = put_on_mesh(loaded.params, param_shardings(loaded.config, mesh), donate=True)
     scorer = make_scorer(
-        teacher.config,
-        config.batch,
+        loaded.config,
+        batch,
         mesh=mesh,
-        dtype=config.model.dtype,
-        top_k=config.distill.num_top,
-        num_ids=model.config.shape.vocab_size,
+        dtype=settings.dtype,
+        top_k=distill.num_top,
+        num_ids=num_ids,
     )
-    return Teacher(params, scorer)
-
-
-def score_by_policy(
-    learner: Updater, params: Params, sequences: Sequence[TrainingSequence], top_k: int
-) -> Scores:
-    """Return the scores of each sequence by the policy's own weights, which read the hints."""
-    scorer = TeacherScorer(learner.functions.scores_fn, learner.batch, learner.mesh, top_k)
-    return scorer(params, sequences)
+    # It has no adapters for several policies.
+    return Teacher(lambda items: scorer(params, [replace(item, adapter=None) for item in items]))
 
 
 def check_vocabulary(teacher: LoadedModel, model: LoadedModel) -> None:

@@ -22,6 +22,11 @@ def phase_updater(
     It uses a mesh of `devices`, by default of all devices. Raises ConfigError if the mesh does not
     divide batch.rows.
     """
+    table, policies = config.policy_table, None
+    if table.adapters:  # a supervised warm-up trains all of them separately
+        separate = supervised or config.algorithm.policy_updates == "independent"
+        trained = tuple(supervised or policy.trains for policy in table.named.values())
+        policies = AdapterPolicies(tuple(table.adapters), trained, separate)
     return make_updater(
         model,
         None if supervised else config.algorithm,
@@ -30,18 +35,6 @@ def phase_updater(
         mesh=make_mesh(config.mesh, devices),
         dtype=config.model.dtype,
         remat=config.model.remat,
-        policies=adapter_policies(config, supervised=supervised),
+        policies=policies,
         seed=config.seed,
     )
-
-
-def adapter_policies(config: Config, *, supervised: bool) -> AdapterPolicies | None:
-    """Return the adapter policies of a run, or None if there are none.
-
-    A supervised warm-up trains all of them separately.
-    """
-    if not config.adapters:
-        return None
-    trained = tuple(supervised or policy.trains for policy in config.policies.values())
-    separate = supervised or config.algorithm.policy_updates == "independent"
-    return AdapterPolicies(tuple(config.policies), trained, separate)

@@ -16,7 +16,6 @@ from lightning_jax.gateway.prompt.tool_formats import (
     format_of,
     open_thought,
 )
-from lightning_jax.models.config import policy_indices
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.batches.batching import make_supervised_sequences
 from lightning_jax.rl.sequence import TrainingSequence
@@ -45,13 +44,13 @@ def demonstration_sequences(
     Raises DatasetError that names the conversation, the message and the field that is unusable.
     """
     routing = routing or Routing()
-    adapters = policy_indices(routing.policies)
+    named = routing.policies.indices
     examples: dict[int | None, list[Pair]] = defaultdict(list)
     for conversation in read_conversations(conversations):
         for facts, pair in _turns(conversation, tokenizer):
-            route = routing.route(**facts)
-            indices = [route.adapter] if route.policy else [*adapters.values()] or [None]
-            for index in indices:
+            policy = routing.route(**facts).policy
+            mine = [named[policy.name]] if policy and policy.name in named else named.values()
+            for index in mine or [None]:
                 examples[index].append(pair)
     return [
         replace(sequence, adapter=index)

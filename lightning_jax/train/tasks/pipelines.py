@@ -8,7 +8,6 @@ from typing import Any
 import grain
 
 from lightning_jax.gateway.calls.routing import Routing
-from lightning_jax.models.config import policy_indices
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.agents.outcome import finite
@@ -61,7 +60,7 @@ class Pipelines:
         per_step = min(per_step, len(attempts)) if attempts else per_step
         self._groups = TaskIterator(groups, per_step, config.seed + 1)
         self._demonstrate = load_function(warmup.demonstrations) if warmup.demonstrations else None
-        self._tokenizer, self._routing = tokenizer, Routing(config.roles, config.policies)
+        self._tokenizer, self._routing = tokenizer, Routing(config.roles, config.policy_table)
 
     def next_tasks(self, number: int) -> list[Task]:
         """Return the next training tasks."""
@@ -84,7 +83,7 @@ class Pipelines:
         groups = next(self._groups)
         items = [item for group in groups for item in group]
         if self._has_attempts:
-            sequences = attempt_sequences(groups, policy_indices(self._routing.policies))
+            sequences = attempt_sequences(groups, self._routing.policies.indices)
             return sequences, _counts(len(groups), len(items))
         assert self._demonstrate is not None, "config checks that a warm-up has demonstrations"
         conversations = call_demonstrations(self._demonstrate, items)

@@ -110,7 +110,7 @@ def read_stored(
             return config, steps
         reader = TraceReader(
             *(config.roles, config.reward_rules, load_tokenizer(config.model.name).decode),
-            *(config.policies, config.rollout),
+            *(config.policy_table, config.rollout),
         )
         groups = _imitated(store, learn, reader, rescored)
     num_steps = learn.num_steps or -(-len(groups) // config.warmup.groups_per_step)
@@ -285,7 +285,7 @@ def attempt_sequences(
     """Return one sequence per call, with the token ids that were sampled.
 
     All tokens that a policy sampled have the same weight. Tokens that a grammar forced are only
-    read. `indices` are those of the policies, in `Config.policies`.
+    read. `indices` are those of several policies.
     """
     calls: dict[int | None, list[Transition]] = defaultdict(list)
     for attempt in (attempt for group in groups for attempt in group):

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from lightning_jax.errors import UserError
+from lightning_jax.models.policies import Policy
 from lightning_jax.rl.config import BatchConfig
-from lightning_jax.rl.scope import PolicyScope
 from lightning_jax.rollouts.config import RewardConfig
 from lightning_jax.rollouts.results.audit import most_overrated
 from lightning_jax.rollouts.results.metrics import metric_code
@@ -41,32 +41,32 @@ class NotFinite(UserError, RuntimeError):
 class FiniteWatch(Hook):
     """Counter of consecutive steps without a finite gradient, per weight set."""
 
-    def __init__(self, scopes: Sequence[PolicyScope], limit: int) -> None:
-        self._scopes, self._limit = scopes, limit
-        self._in_a_row: Counter[PolicyScope] = Counter()
+    def __init__(self, policies: Sequence[Policy], limit: int) -> None:
+        self._policies, self._limit = policies, limit
+        self._in_a_row: Counter[Policy] = Counter()
 
     def after_update(self, step: int, metrics: Metrics) -> None:
         """Read a step's metrics. Raises NotFinite if the limit is reached.
 
         Steps with nothing to learn from do not count.
         """
-        for scope in self._scopes:
-            num_updates = metrics.get(f"train/num_updates{scope.suffix}", 0.0)
+        for policy in self._policies:
+            num_updates = metrics.get(f"train/num_updates{policy.suffix}", 0.0)
             if not num_updates:
                 continue
-            if metrics[f"train/skipped_updates{scope.suffix}"] < num_updates:
-                self._in_a_row[scope] = 0
+            if metrics[f"train/skipped_updates{policy.suffix}"] < num_updates:
+                self._in_a_row[policy] = 0
                 continue
-            self._in_a_row[scope] += 1
-            if self._in_a_row[scope] >= self._limit:
+            self._in_a_row[policy] += 1
+            if self._in_a_row[policy] >= self._limit:
                 raise NotFinite(
-                    f"the gradient{f' of {scope.policy}' if scope.policy else ''} was not finite "
-                    f"in {self._in_a_row[scope]} steps in a row, up to step {step}, and the "
+                    f"the gradient{f' of {policy.name}' if policy.name else ''} was not finite "
+                    f"in {self._in_a_row[policy]} steps in a row, up to step {step}, and the "
                     f"weights did not change; algorithm.max_nonfinite_steps is {self._limit}. "
                     "Lower the learning rate, or look for rewards and log-probabilities that are "
                     "not finite.",
                     reason="not_finite",
-                    key=scope.policy or None,
+                    key=policy.name or None,
                 )
 
 

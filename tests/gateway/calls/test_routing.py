@@ -20,6 +20,7 @@ from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.gateway.dialects.all import read_traits
 from lightning_jax.models.config import LoraConfig, PolicyConfig
 from lightning_jax.models.lora import one_of
+from lightning_jax.models.policies import Policy, PolicyTable
 from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.testing.service import run_service
 from lightning_jax.testing.tiny import tiny_policies
@@ -37,7 +38,9 @@ ROUTING = Routing(
         "second": RoleConfig(agent="second*", policy="rewriter"),
         "poet": RoleConfig(system="in verse", policy="writer"),
     },
-    policies={"writer": PolicyConfig(), "rewriter": PolicyConfig(trains=False)},
+    policies=PolicyTable.of(
+        {"writer": PolicyConfig(), "rewriter": PolicyConfig(trains=False)}, are_adapters=True
+    ),
 )
 ASK: list[Any] = [{"role": "user", "content": "Say something, please."}]
 TEXT = [{"type": "text", "text": "b"}]
@@ -92,7 +95,7 @@ async def test_policies_answer_with_separate_adapters_and_caches(bench: Bench) -
     assert [call.answered_by for call in found] == ["writer", "rewriter"] * 2
     assert [call.trains for call in found] == [True, False] * 2
     for call in found:
-        adapter = list(ROUTING.policies).index(call.answered_by)
+        adapter = ROUTING.policies.indices[call.answered_by]
         np.testing.assert_allclose(call.behavior_logprobs, logprobs(call, adapter), atol=1e-5)
     assert not np.allclose(found[0].behavior_logprobs, found[1].behavior_logprobs)
 
@@ -150,7 +153,7 @@ async def test_prompts_are_scored_by_the_policy_that_is_asked(bench: Bench) -> N
 async def test_an_adapter_that_is_not_there_is_refused(bench: Bench) -> None:
     for adapter in (None, 2):
         with pytest.raises(InvalidValue) as caught:
-            bench.loop.submit([1, 2], SamplingParams(), adapter)
+            bench.loop.submit([1, 2], SamplingParams(), Policy(adapter=adapter))
         assert (caught.value.key, caught.value.reason) == ("adapter", "unknown")
 
 

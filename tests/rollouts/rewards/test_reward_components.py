@@ -11,8 +11,10 @@ from lightning_jax.rollouts.rewards.components import (
     rank_correlation,
     weighted_sum,
 )
+from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.settings.schema import check_rules
 from lightning_jax.traces import attributes
+from lightning_jax.train.config import Config
 from lightning_jax.types import Rollout, Span
 
 ROLLOUT = Rollout("r0", "t", "g", "train", 0, 0, 1, "scored", 0.5, metrics={"f1": 0.25})
@@ -101,21 +103,20 @@ def test_components_have_a_mean_and_a_spread() -> None:
         ("short", RewardConfig(function=len, group=len), "conflict", "rewards.short"),
         ("a b", RewardConfig(function=len), "invalid", "rewards.a b"),
         ("short", RewardConfig(weight=0.0, function=len), "conflict", "rewards"),
-        (
-            "best",
-            RewardConfig(judge=JudgeConfig(served_by="writer")),
-            "unknown",
-            "rewards.best.judge.served_by",
-        ),
     ],
 )
 def test_an_unusable_component_is_refused(
     name: str, reward: RewardConfig, reason: str, key: str
 ) -> None:
     with raises_coded(ValueError, reason, key):
-        check_rules(None, reward_rules({name: reward}, {"reader": object()}))
-    judged = RewardConfig(judge=JudgeConfig(served_by="reader"))
-    check_rules(None, reward_rules({"best": judged}, {"reader": 1}))
+        check_rules(None, reward_rules({name: reward}))
+
+
+def test_a_judge_is_a_policy_of_the_run() -> None:
+    settings = ["rewards.best.judge.served_by=writer"]
+    with raises_coded(ConfigError, "unknown", "rewards.best.judge.served_by"):
+        load_config(Config, [*settings, "policies={reader: {}}"])
+    load_config(Config, [*settings, "policies={writer: {}}"])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from toy_runs import LORA, MODEL, TASKS, policies_config, toy_config
 
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.formats.load import load_model, save_hf
+from lightning_jax.models.policies import TEACHER
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, DistillConfig
 from lightning_jax.rl.distill import weigh_teacher
 from lightning_jax.rl.prepare import prepare_step
@@ -237,5 +238,6 @@ def test_an_initial_teacher_needs_policies_that_begin_the_same():
     with raises_coded(ConfigError, "conflict", "distill.teacher"):
         load_config(Config, ["distill.teacher=initial", "policies.a.base=other"])
     initial = load_config(Config, ["distill.teacher=initial", "model.name=tiny"])
-    assert initial.teacher_model == "tiny"
-    assert load_config(Config, ["distill.teacher=org/other"]).teacher_model == "org/other"
+    other = load_config(Config, ["distill.teacher=org/other"])
+    rows = [config.policy_table.row(TEACHER) for config in (initial, other)]
+    assert [row and row.base for row in rows] == [None, "org/other"]  # None: the run's model

@@ -569,7 +569,7 @@ def test_groups_with_equal_returns_are_replaced(model_dir: Path, tmp_path: Path)
 
 def test_steps_without_a_finite_gradient_stop_the_run(tmp_path: Path, model_dir: Path) -> None:
     replica = Replica(toy_config(model_dir, tmp_path), load_model(str(model_dir)))
-    watch = FiniteWatch(replica.scopes, limit=2)
+    watch = FiniteWatch(replica.policies, limit=2)
     good = [sequence([1], [2, 3])]
     bad = [sequence([1], [2, 3], weight=1e36)]  # the squared gradient norm overflows
     for sequences in (bad, good, [], bad):  # not in a row, because of the good step

@@ -159,7 +159,7 @@ def test_the_best_probes_weights_begin_the_policy_phase(model_dir: Path, tmp_pat
     assert np.abs(np.asarray(replica.states[0].params["embed"]["embedding"]) - kept).max() > 0
     replica.end_warmup()
     assert (replica.step, replica.phase) == (30, "policy")
-    assert replica.changed == replica.scopes  # all are published
+    assert replica.changed == replica.policies  # all are published
     np.testing.assert_array_equal(replica.states[0].params["embed"]["embedding"], kept)
     replica.forget_weights()
     assert not (tmp_path / "warmup_best").exists()

@@ -19,7 +19,7 @@ from lightning_jax.rl.token_weights import split_minibatches
 from lightning_jax.rl.update.noise_scale import estimate_signal, split_halves
 from lightning_jax.rl.update.train_state import TrainState
 from lightning_jax.rl.update.train_step import update, with_old_logprobs, zero_accumulators
-from lightning_jax.rl.update.updater import Updater, merge_updates
+from lightning_jax.rl.update.updater import Updater
 from lightning_jax.testing.records import sequence, trajectory, transition
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import CheckpointConfig, Config
@@ -85,7 +85,7 @@ def test_a_later_pass_keeps_what_a_kl_charged():
         [dataclasses.replace(b, advantages=b.advantages - 0.25 * b.target_mask) for b in batches]
         for _, batches in parts
     ]
-    fixed = made._fixed([p for p, _ in parts], [(batches, {}) for _, batches in parts], changed)
+    fixed = made._fixed(parts, changed)
     assert [item.advantage for item in fixed] == [(0.75,), (-1.25, -1.25)] * 4
     minibatches, _ = made._drawn_anew(fixed, fresh_state(made), 1)
     values = np.concatenate(
@@ -173,35 +173,6 @@ def test_several_updates_have_one_estimate() -> None:
     made = learner(num_minibatches=2, num_epochs=2)
     _, metrics = made.update(fresh_state(made), GROUPS, None)
     assert metrics["train/num_updates"] == 4 and "train/grad_noise" in metrics
-
-
-def test_merged_metrics_by_hand():
-    rows = [
-        {"train/mismatch_kl": 0.1, "train/ratio_max": 2.0, "train/num_tokens": 3.0,
-         "train/skipped_updates": 1.0, "train/loss": 1.0},
-        {"train/mismatch_kl": 0.5, "train/ratio_max": 1.5, "train/num_tokens": 5.0,
-         "train/skipped_updates": 0.0, "train/loss": 2.0, "train/distill_kl": 3.0},
-    ]  # fmt: skip
-    assert merge_updates(rows) == {
-        "train/num_updates": 2.0,
-        "train/mismatch_kl": 0.1,
-        "train/ratio_max": 2.0,
-        "train/num_tokens": 8.0,
-        "train/skipped_updates": 1.0,
-        "train/loss": pytest.approx(1.5),
-        "train/distill_kl": 3.0,  # only the second update had a teacher
-    }
-
-
-def test_merged_metrics_of_one_length_are_means_over_its_tokens():
-    share, tokens = "train/correction_truncated_share/length=long", "train/num_tokens/length=long"
-    rows = [{tokens: 3.0, share: 0.5}, {"train/loss": 1.0}, {tokens: 1.0, share: 0.1}]
-    assert merge_updates(rows) == {
-        "train/num_updates": 3.0,
-        "train/loss": 1.0,
-        tokens: 4.0,
-        share: pytest.approx(0.4),
-    }
 
 
 def two_rollouts():

@@ -10,6 +10,7 @@ from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.gateway.prompt.render import render_prompt
 from lightning_jax.gateway.prompt.tool_formats import format_of
 from lightning_jax.models.config import PolicyConfig
+from lightning_jax.models.policies import PolicyTable
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
 from lightning_jax.traces.config import RoleConfig
@@ -53,7 +54,7 @@ def test_demonstrations_go_to_the_policies_that_roles_name() -> None:
             "w": RoleConfig(agent="writer", policy="a"),
             "r": RoleConfig(system="terse", policy="b"),
         },
-        policies={"a": PolicyConfig(), "b": PolicyConfig(trains=False)},
+        policies=PolicyTable.of({"a": PolicyConfig(), "b": PolicyConfig(trains=False)}),
     )
     conversations = [
         [
@@ -213,7 +214,7 @@ def test_nulls_are_fields_that_are_not_there() -> None:
 
 _TWO_POLICIES = Routing(
     roles={"n": RoleConfig(agent="None", policy="b"), "any": RoleConfig(agent="*", policy="a")},
-    policies={"a": PolicyConfig(), "b": PolicyConfig()},
+    policies=PolicyTable.of({"a": PolicyConfig(), "b": PolicyConfig()}),
 )
 
 

@@ -6,8 +6,8 @@ import pytest
 from coded import raises_coded
 from log_events import records
 
+from lightning_jax.models.policies import Policy
 from lightning_jax.rl.config import BatchConfig
-from lightning_jax.rl.scope import PolicyScope
 from lightning_jax.train.watch.findings import findings
 from lightning_jax.train.watch.report import summary
 from lightning_jax.train.watch.watches import (
@@ -29,7 +29,7 @@ def step(**skipped: float) -> dict[str, float]:
 
 
 def test_one_policy_that_never_learns_stops_the_run_though_the_other_does() -> None:
-    watch = FiniteWatch((PolicyScope("a"), PolicyScope("b", 1)), 2)
+    watch = FiniteWatch((Policy("a"), Policy("b", 1)), 2)
     watch.after_update(0, step(a=0.0, b=1.0))
     watch.after_update(1, step(a=1.0, b=0.0))
     watch.after_update(2, step(a=0.0))  # b has no update

@@ -8,6 +8,7 @@ import pytest
 from log_events import records
 
 from lightning_jax.models.config import PolicyConfig
+from lightning_jax.models.policies import PolicyTable
 from lightning_jax.rollouts.results.metrics import to_trajectories
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import RewardRule, RoleConfig
@@ -20,7 +21,7 @@ from lightning_jax.types import Rollout, Span
 
 READER = TraceReader(
     roles={"planner": RoleConfig(agent="plan*"), "judge": RoleConfig(model="judge-*")},
-    policies={"one": PolicyConfig(), "two": PolicyConfig()},
+    policies=PolicyTable.of({"one": PolicyConfig(), "two": PolicyConfig()}),
     rules={
         "late": RewardRule("tool_timeout", -1.0),
         "polite": RewardRule("response", 0.1, pattern="please"),
