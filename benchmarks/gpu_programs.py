@@ -263,13 +263,13 @@ _KERNEL_CALL = re.compile(r"stablehlo\.custom_call @(__gpu\$xla\.gpu\.triton|mos
 
 def products_of(stablehlo: str) -> list[Product]:
     """Return the products of a lowered program, each once however often it runs."""
-    found = []
+    products = []
     for match in _PRODUCT.finditer(stablehlo):
         summed, left, left_dtype, _, right_dtype, out, _ = match.groups()
         sizes = _sizes(left)
         number = math.prod(sizes[int(axis)] for axis in summed.split(",") if axis.strip())
-        found.append(Product((left_dtype, right_dtype), 2 * number * math.prod(_sizes(out))))
-    return found
+        products.append(Product((left_dtype, right_dtype), 2 * number * math.prod(_sizes(out))))
+    return products
 
 
 def _sizes(shape: str) -> list[int]:
@@ -339,7 +339,7 @@ def count_update(model: str, devices: Sequence[Any]) -> UpdateCounts:
         batch=BatchConfig(rows=4, row_len=4096, max_targets=2048, head_chunk=256),
         mesh=MeshConfig(fsdp=1),
     )
-    shape = adapted_shape(shape_of(model), lora, config.num_adapters)
+    shape = adapted_shape(shape_of(model), lora, config.policy_table.num_adapters)
     updater = phase_updater(shape, config, supervised=False, devices=devices)
     with _compiling(updater.mesh):
         gradient, _ = lower_step(updater, config.model.dtype, config.distill)

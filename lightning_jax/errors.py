@@ -1,6 +1,23 @@
 """Errors that say to programs, in `reason` and `key`, what their message says to people."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Error = TypeVar("Error", bound="Coded")
+
+
+class Reason:
+    """Constructor of errors whose reason is the name that it has in their class.
+
+    `ConfigError.missing("data.root", text)` is an error with `text` as its message, the reason
+    "missing" and the key "data.root".
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, error: Any, owner: type[Error]) -> Callable[[str | None, str], Error]:
+        return lambda key, message: owner(message, reason=self._name, key=key)
 
 
 class Coded(Exception):
@@ -9,6 +26,19 @@ class Coded(Exception):
     `reason` is a short code in snake_case ("missing", "unknown_key"). `key` names the setting,
     field, path or id in question. Callers and tests read these fields, never the message.
     """
+
+    conflict = Reason()
+    empty = Reason()
+    invalid = Reason()
+    malformed = Reason()
+    mismatch = Reason()
+    missing = Reason()
+    not_found = Reason()
+    not_installed = Reason()
+    out_of_range = Reason()
+    unknown = Reason()
+    unsupported = Reason()
+    wrong_type = Reason()
 
     def __init__(self, message: str = "", *, reason: str = "invalid", key: str | None = None):
         super().__init__(message)

@@ -90,10 +90,9 @@ class Transition:
             *(["tempered_logprobs"] if self.temperature != 1.0 else []),
         )
         if not self.prompt_token_ids:
-            raise InvalidValue(
+            raise InvalidValue.empty(
+                self.call_id,
                 f"transition {self.call_id!r} has an empty prompt; expected at least 1 token.",
-                reason="empty",
-                key=self.call_id,
             )
 
 

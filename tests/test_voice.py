@@ -14,6 +14,10 @@ NAMES = {
     *("apart", "each", "elsewhere", "own", "placed", "said", "settled", "several"),
     *("together", "told"),
 }
+# A value is named for what it is, not for what happened to it. Attributes may be read by others.
+PARTICIPLES = {
+    *("found", "known", "wanted", "held", "made", "taken", "shown", "asked", "given"),
+}
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
@@ -34,6 +38,14 @@ def test_names_are_nouns_and_verbs() -> None:
     assert [(path, line, name) for path, line, name in found if NAMES & set(_words(name))] == []
 
 
+def test_values_are_named_for_what_they_are() -> None:
+    names = [
+        (path, line, name) for path, tree in _trees(*PROGRAM) for line, name in _variables(tree)
+    ]
+    assert len(names) > 1000
+    assert [(path, line, name) for path, line, name in names if name in PARTICIPLES] == []
+
+
 def _trees(*directories: str) -> Iterator[tuple[str, ast.Module]]:
     """Yield the path and the syntax tree of each file."""
     for directory in directories:
@@ -46,6 +58,16 @@ def _trees(*directories: str) -> Iterator[tuple[str, ast.Module]]:
 
 def _words(name: str) -> list[str]:
     return [word.lower() for word in WORDS.findall(name)]
+
+
+def _variables(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each variable and parameter."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id
 
 
 def _defined(tree: ast.AST) -> Iterator[tuple[int, str]]:

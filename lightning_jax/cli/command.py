@@ -148,10 +148,8 @@ class SettingsCommand(Command):
         if not has_file and default.is_file():
             layers = [str(default), *layers]
         if not layers:
-            raise UserError(
-                f"there is no {default}; pass FILE, or change to the directory that has it.",
-                reason="missing",
-                key="FILE",
+            raise UserError.missing(
+                "FILE", f"there is no {default}; pass FILE, or change to the directory that has it."
             )
         return layers
 

@@ -89,8 +89,7 @@ def _check_save(path: Path | None) -> None:
     """Raise ConfigError, before the work, for a file that could not be written or read again."""
     if path is None or (path.suffix == ".jsonl" and path.parent.is_dir()):
         return
-    raise ConfigError(
+    raise ConfigError.invalid(
+        "--save",
         f"--save is {str(path)!r}; expected a name that ends in .jsonl in an existing directory.",
-        reason="invalid",
-        key="--save",
     )

@@ -93,11 +93,10 @@ def find_task(train_tasks: Sequence[Task], dev_tasks: Sequence[Task], name: str 
         return train_tasks[int(name)]
     close = difflib.get_close_matches(name, by_id, n=3, cutoff=0.5)
     hint = f"the closest are {', '.join(close)}" if close else f"such as {train_tasks[0]['id']}"
-    raise ConfigError(
+    raise ConfigError.unknown(
+        "--task",
         f"no task has the id {name!r}; pass an id ({hint}), or a position below "
         f"{len(train_tasks)}.",
-        reason="unknown",
-        key="--task",
     )
 
 

@@ -34,11 +34,10 @@ class ClusterError(UserError, RuntimeError):
 def require_ray(config: ClusterConfig) -> None:
     """Raise ConfigError if the settings need Ray and it is not installed."""
     if config.address is not None and not is_installed("ray"):
-        raise ConfigError(
+        raise ConfigError.not_installed(
+            "cluster.address",
             f"cluster.address is {config.address}, but Ray is not installed; install it with "
             "pip install 'lightning-jax[ray]', or leave cluster.address out.",
-            reason="not_installed",
-            key="cluster.address",
         )
 
 

@@ -69,17 +69,14 @@ class Intake(Generic[Request]):
         token.
         """
         if not prompt:
-            raise InvalidValue(
-                "the prompt has no tokens; send at least one", reason="empty", key="prompt"
-            )
+            raise InvalidValue.empty("prompt", "the prompt has no tokens; send at least one")
         if len(prompt) >= self._max_len:
             raise PromptTooLong(len(prompt), self._max_len)
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise InvalidValue(
+            raise InvalidValue.out_of_range(
+                "prompt",
                 f"the prompt has a token id outside 0..{self._vocab_size - 1}; encode it with the "
                 "model's own tokenizer",
-                reason="out_of_range",
-                key="prompt",
             )
 
     def add(self, generation: Generation, request: Request, tenant: str | None = None) -> None:

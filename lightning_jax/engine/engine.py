@@ -165,11 +165,10 @@ class Engine:
         Raises ValueError if there are no such weights.
         """
         if policy.weights >= len(self._weights):
-            raise InvalidValue(
+            raise InvalidValue.unknown(
+                "policy",
                 f"policy {policy.name!r} has weights {policy.weights}; the engine has "
                 f"{len(self._weights)}",
-                reason="unknown",
-                key="policy",
             )
         loops, router = self._weights[policy.weights].loops, self._weights[policy.weights].router
         # A failed loop is idle, so without this it would get every request.

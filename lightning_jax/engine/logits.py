@@ -56,11 +56,10 @@ class LogitAdjuster:
         biases: defaultdict[int, float] = defaultdict(float)
         for token_id, bias in self.sampling.logit_bias:
             if token_id >= self.vocab_size:
-                raise InvalidValue(
+                raise InvalidValue.out_of_range(
+                    "logit_bias",
                     f"logit_bias has token id {token_id}; the model's largest is "
                     f"{self.vocab_size - 1}. Encode with the model's own tokenizer.",
-                    reason="out_of_range",
-                    key="logit_bias",
                 )
             biases[token_id] += bias
         self._biased_ids = np.fromiter(biases, np.int64, len(biases))

@@ -153,11 +153,10 @@ class EngineLoop(SlotLoop[Request]):
         served = None if params is None else overlay(self._base, self._programs.put_on_mesh(params))
         with self._changed:
             if version <= self._published:
-                raise InvalidValue(
+                raise InvalidValue.out_of_range(
+                    "version",
                     f"weights version is {version}; must be greater than the last one, "
                     f"{self._published}",
-                    reason="out_of_range",
-                    key="version",
                 )
             self._intake.check_failure()
             self._published = self._inbox.version = version
@@ -183,10 +182,8 @@ class EngineLoop(SlotLoop[Request]):
     def _check_adapter(self, adapter: int | None) -> None:
         number = self._programs.config.execution.num_adapters
         if (adapter is None) != (number is None) or not 0 <= (adapter or 0) < (number or 1):
-            raise InvalidValue(
-                f"adapter is {adapter}; the model has {number or 0} adapters",
-                reason="unknown",
-                key="adapter",
+            raise InvalidValue.unknown(
+                "adapter", f"adapter is {adapter}; the model has {number or 0} adapters"
             )
 
     def _cancel(self, generation: Generation) -> None:

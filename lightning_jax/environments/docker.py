@@ -65,10 +65,8 @@ async def open_container(
     Raises UserError if Docker is missing or the image cannot be built.
     """
     if shutil.which("docker") is None:
-        raise UserError(
-            "sandbox is docker, which is not installed; install it, or use sandbox=auto.",
-            reason="not_installed",
-            key="docker",
+        raise UserError.not_installed(
+            "docker", "sandbox is docker, which is not installed; install it, or use sandbox=auto."
         )
     image = await _image(folder, settings.get("environment", {}))
     name = f"lightning-{uuid.uuid4().hex}"
@@ -102,11 +100,10 @@ def _checked_image(name: Any, folder: Path) -> str:
     """Return the name of an image. Raises UserError for what Docker would read as an option."""
     if isinstance(name, str) and IMAGE.fullmatch(name):
         return name
-    raise UserError(
+    raise UserError.invalid(
+        "docker_image",
         f"{folder / 'task.toml'} has docker_image={name!r}; expected the name of an image, such as "
         "python:3.12-slim.",
-        reason="invalid",
-        key="docker_image",
     )
 
 

@@ -107,10 +107,8 @@ def _generate(
     number = size if split == "train" else dev_size
     if not 0 < number <= MAX_SIZE:
         name = "size" if split == "train" else "dev_size"
-        raise UserError(
-            f"data.options.{name} is {number}; expected 1 to {MAX_SIZE}.",
-            reason="out_of_range",
-            key=f"data.options.{name}",
+        raise UserError.out_of_range(
+            f"data.options.{name}", f"data.options.{name} is {number}; expected 1 to {MAX_SIZE}."
         )
     first = seed + (DEV_SEED if split == "dev" else 0)
     tasks: list[Task | None] = []
@@ -150,10 +148,9 @@ def _dataset(family: str, level: int, seed: int, size: int) -> Any:
     """Return a family's data set at a level. It generates tasks when they are read."""
     highest = num_levels(family) - 1
     if not 0 <= level <= highest:
-        raise UserError(
+        raise UserError.out_of_range(
+            "data.options.levels",
             f"{family} has no level {level}; use 0 to {highest} in data.options.levels.",
-            reason="out_of_range",
-            key="data.options.levels",
         )
     factory = _package("reasoning_gym.factory")
     dataset_class, config_class = factory.DATASETS[family]
@@ -181,9 +178,7 @@ def _check_family(family: str) -> None:
     close = difflib.get_close_matches(family, names, 3, cutoff=0.4)
     close = close or [name for name in names if family in name][:3]
     meant = f"did you mean {', '.join(close)}?" if close else "see the package's gallery."
-    raise UserError(
-        f"reasoning-gym has no task family {family!r}; {meant}", reason="unknown", key=family
-    )
+    raise UserError.unknown(family, f"reasoning-gym has no task family {family!r}; {meant}")
 
 
 def _unusable(family: str, level: int, error: Exception) -> UserError:

@@ -178,19 +178,16 @@ def choose_kind(name: str) -> SandboxKind:
     Raises UserError for another name, and for namespaces where the system has none.
     """
     if name not in ("auto", "namespaces", "processes"):
-        raise UserError(
+        raise UserError.unknown(
+            "sandbox",
             f"the sandbox {name!r} does not exist; use auto, namespaces, processes or docker.",
-            reason="unknown",
-            key="sandbox",
         )
     if name == "processes":
         return "processes"
     if error := namespace_error():
         if name == "namespaces":
-            raise UserError(
-                f"this system makes no user namespaces ({error}); use sandbox=processes.",
-                reason="unsupported",
-                key="sandbox",
+            raise UserError.unsupported(
+                "sandbox", f"this system makes no user namespaces ({error}); use sandbox=processes."
             )
         return _fallback(error)
     return "namespaces"

@@ -101,10 +101,8 @@ def _tasks(taskset: str, config: str, size: int) -> list[Any]:
             key=taskset,
         ) from error
     if kind.task_type().NEEDS_CONTAINER:
-        raise UserError(
-            f"tasks of {taskset} need a container; use a task set that needs none.",
-            reason="unsupported",
-            key=taskset,
+        raise UserError.unsupported(
+            taskset, f"tasks of {taskset} need a container; use a task set that needs none."
         )
     return list(itertools.islice(kind(settings), size))
 

@@ -53,12 +53,11 @@ def make_mesh(
         sizes[sizes.index(-1)] = len(devices) // product
     if min(sizes) < 1 or math.prod(sizes) > len(devices):
         named = ", ".join(f"{axis}={getattr(config, axis)}" for axis in AXES)
-        raise ConfigError(
+        raise ConfigError.mismatch(
+            section,
             f"{section} {named} does not fit {len(devices)} devices; change {section}.* in the "
             f"config so that the product of the sizes is at most {len(devices)} (one size may be "
             f"-1){f', or change {section}.first_device' if config.first_device else ''}",
-            reason="mismatch",
-            key=section,
         )
     types = (AxisType.Auto,) * len(AXES)
     if math.prod(sizes) == len(jax.devices()) and devices == jax.devices():
@@ -88,11 +87,10 @@ def serving_mesh(
     local_devices = [device for device in jax.devices() if device.process_index == 0]
     mesh = make_mesh(serve or MeshConfig(fsdp=1, tensor=-1), local_devices, section="serve.mesh")
     if mesh.size != len(local_devices):
-        raise ConfigError(
+        raise ConfigError.mismatch(
+            "serve.mesh",
             f"serve.mesh uses {mesh.size} devices; with several processes it must use all "
             f"{len(local_devices)} of process 0. Change serve.mesh.* in the config.",
-            reason="mismatch",
-            key="serve.mesh",
         )
     return mesh
 

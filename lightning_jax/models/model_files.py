@@ -33,7 +33,7 @@ class ModelError(UserError, ValueError):
 def malformed(path: Path, expected: str, value: object) -> ModelError:
     """Return the error for a file that is not of the expected kind, or that is a pointer."""
     fault = POINTER_ADVICE if _is_pointer(path) else f"is not {expected}: {in_one_line(str(value))}"
-    return ModelError(f"{path} {fault}", reason="malformed", key=str(path))
+    return ModelError.malformed(str(path), f"{path} {fault}")
 
 
 def unusable(
@@ -44,11 +44,10 @@ def unusable(
     fix: str = "copy the model's own file there",
 ) -> ModelError:
     """Return the error for a field of a file that has an unusable value."""
-    return ModelError(
+    return ModelError.malformed(
+        name,
         f"{where} has {in_one_line(name)}={in_one_line(repr(value), 80)}; expected {expected}; "
         f"{fix}",
-        reason="malformed",
-        key=name,
     )
 
 
@@ -99,9 +98,7 @@ def local_path(name: str) -> Path | None:
     if path.is_dir() or _is_gguf(path):
         return path
     if path.suffix == ".gguf":
-        raise ModelError(
-            f"GGUF file {path} does not exist; check the path", reason="not_found", key=str(path)
-        )
+        raise ModelError.not_found(str(path), f"GGUF file {path} does not exist; check the path")
     if path.is_file():
         raise ModelError(
             f"model {name!r} is a file; set model.name to its folder, {path.parent}, or to a GGUF "
@@ -112,11 +109,10 @@ def local_path(name: str) -> Path | None:
     if name in (SMOLLM2, TINY):
         return None
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ModelError(
+        raise ModelError.not_found(
+            name,
             f"model {name!r} does not exist; expected a Hugging Face directory or hub id, a .gguf "
             f"file, or {SMOLLM2!r}",
-            reason="not_found",
-            key=name,
         )
     return None
 

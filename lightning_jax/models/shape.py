@@ -39,16 +39,13 @@ class DecoderShape:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise InvalidValue(
+            raise InvalidValue.mismatch(
+                "num_heads",
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}",
-                reason="mismatch",
-                key="num_heads",
             )
         if self.head_dim % 2:
-            raise InvalidValue(
-                f"head_dim is {self.head_dim}; must be even for rotary embeddings",
-                reason="invalid",
-                key="head_dim",
+            raise InvalidValue.invalid(
+                "head_dim", f"head_dim is {self.head_dim}; must be even for rotary embeddings"
             )
 
 

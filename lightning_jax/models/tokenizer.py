@@ -229,11 +229,10 @@ def from_hf(directory: Path) -> Tokenizer:
     """Load the tokenizer of a Hugging Face model directory. Raises ModelError."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(
+        raise ModelError.missing(
+            str(path),
             f"{directory} has no tokenizer.json; save a fast tokenizer there with transformers' "
             "AutoTokenizer",
-            reason="missing",
-            key=str(path),
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))

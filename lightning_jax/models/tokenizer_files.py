@@ -96,11 +96,10 @@ def _known_form(directory: Path) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as fault:
-        raise ModelError(
+        raise ModelError.malformed(
+            _DECODER,
             f"{directory} declares added tokens in a form that is not known "
             f"({in_one_line(repr(fault))}); {_SAVE_AGAIN}",
-            reason="malformed",
-            key=_DECODER,
         ) from fault
 
 

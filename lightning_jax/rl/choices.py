@@ -53,8 +53,7 @@ def wrong_result(
 ) -> InvalidValue:
     """Return the error for a chosen function whose result cannot be used."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return InvalidValue(
+    return InvalidValue.mismatch(
+        f"algorithm.{setting}",
         f"algorithm.{setting} {name} returned {returned}; expected {expected}",
-        reason="mismatch",
-        key=f"algorithm.{setting}",
     )

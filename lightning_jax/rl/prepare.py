@@ -53,11 +53,10 @@ def prepare_step(
     states = None
     if algorithm.has_critic:
         if values is None:
-            raise InvalidValue(
+            raise InvalidValue.missing(
+                "values",
                 f"algorithm.credit={algorithm.credit} needs the critic's values; compute them "
                 "first",
-                reason="missing",
-                key="values",
             )
         states, of_values = learnable_states(trajectories, values, algorithm)
         _, states, _ = drop_stale(trajectories, states, **limits)

@@ -86,9 +86,8 @@ class TrainingSequence:
         check_same_length(self, "response_token_ids", "behavior_logprobs", "loss_mask", *measured)
         scored = self.teacher_scores
         if scored is not None and len(scored.logprobs) != len(self.response_token_ids):
-            raise InvalidValue(
+            raise InvalidValue.mismatch(
+                "teacher_scores",
                 f"teacher_scores has {len(scored.logprobs)} log-probabilities for "
                 f"{len(self.response_token_ids)} response tokens; pass one for each.",
-                reason="mismatch",
-                key="teacher_scores",
             )

@@ -37,10 +37,9 @@ def token_weights(
     elif aggregation == "constant":
         return [(1.0 / (divisor * max(num_rollouts, 1)),) * len(calls) for calls in counts]
     else:
-        raise InvalidValue(
+        raise InvalidValue.unknown(
+            "aggregation",
             f"aggregation is {aggregation!r}; expected rollout, token, call or constant.",
-            reason="unknown",
-            key="aggregation",
         )
     return [tuple(1.0 / max(share, 1) for share in calls) for calls in shares]
 

@@ -47,16 +47,14 @@ async def run_rollouts(
     """
     store, config = gateway.store, config or RolloutConfig()
     if store is None:
-        raise InvalidValue(
-            "the gateway records nothing; open it without records=False",
-            reason="missing",
-            key="store",
+        raise InvalidValue.missing(
+            "store", "the gateway records nothing; open it without records=False"
         )
     if group_size is not None:
         config = replace(config, group_size=group_size)
     agent, tasks = as_agent(agent), with_ids(tasks)
     if not tasks:
-        raise ConfigError("there are no tasks; pass at least one", reason="empty", key="tasks")
+        raise ConfigError.empty("tasks", "there are no tasks; pass at least one")
     if step is None:
         step = await store.in_order(store.next_step, phase)
     await store.in_order(store.supersede_marked)  # of an agent that failed everywhere
@@ -74,11 +72,10 @@ def with_ids(tasks: Sequence[Any]) -> list[Task]:
     """
     for index, task in enumerate(tasks):
         if not isinstance(task, Mapping):
-            raise ConfigError(
+            raise ConfigError.wrong_type(
+                "tasks",
                 f"task {index} is a {type(task).__name__}; pass a dict, such as "
                 '{"question": "2 + 2"}',
-                reason="wrong_type",
-                key="tasks",
             )
     names = {str(task["id"]) for task in tasks if not is_unnamed(task)}
     named = []

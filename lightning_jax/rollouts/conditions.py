@@ -46,11 +46,10 @@ def parse_condition(text: str, key: str = "--where") -> Condition:
         tree = ast.parse(text.strip(), mode="eval").body
         holds = _test(tree, text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(
+        raise ConfigError.malformed(
+            key,
             f"{key} {text[:80]!r} is not a condition; expected comparisons of names and numbers, "
             "joined with and, or and not, such as 'reward > 0.9 and calls <= 3'.",
-            reason="malformed",
-            key=key,
         ) from error
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return Condition(text, frozenset(names), holds)
@@ -100,10 +99,9 @@ def _compare(
             if not holds(first, second):
                 return False
         except TypeError as error:
-            raise ConfigError(
+            raise ConfigError.wrong_type(
+                "--where",
                 f"{text!r} compares {first!r} with {second!r}, a text with a number; compare "
                 "values of one kind.",
-                reason="wrong_type",
-                key="--where",
             ) from error
     return True

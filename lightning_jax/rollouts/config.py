@@ -134,11 +134,10 @@ class AgentConfig(Section):
 def require_agent(agent: AgentConfig) -> None:
     """Raise ConfigError if the settings name no agent."""
     if not agent.is_named:
-        raise ConfigError(
+        raise ConfigError.missing(
+            "agent.function",
             "no agent is named; set agent.function to FILE:FUNCTION, such as agent.py:run, or "
             "agent.command to a command line.",
-            reason="missing",
-            key="agent.function",
         )
 
 

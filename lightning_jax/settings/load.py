@@ -66,7 +66,7 @@ def load_with_derived(
     missing = [key for key, value in flatten(settings).items() if value == HIDDEN]
     if unset := sorted(key for key in missing if only is None or not is_secret(key)):
         message = f"{unset[0]} is required; add {unset[0]}=VALUE."
-        raise ConfigError(message, reason="missing", key=unset[0])
+        raise ConfigError.missing(unset[0], message)
     try:
         # References also lead to defaults.
         values = OmegaConf.to_container(
@@ -116,22 +116,20 @@ def _read(argument: Argument) -> dict[str, Any]:
 
     text = argument.text
     if not argument.is_setting and not Path(text).is_file():
-        raise ConfigError(
+        raise ConfigError.not_found(
+            text,
             f"config {text} does not exist; expected a YAML file or key=value. Check the path.",
-            reason="not_found",
-            key=text,
         )
     try:
         read = OmegaConf.from_dotlist([text]) if argument.is_setting else OmegaConf.load(text)
         settings = _from_home(OmegaConf.to_container(read))
     except (YAMLError, OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
         message = f"{argument} is not readable YAML: {one_sentence(error)}"
-        raise ConfigError(message, reason="malformed", key=argument.key) from error
+        raise ConfigError.malformed(argument.key, message) from error
     if not isinstance(settings, dict):
-        raise ConfigError(
+        raise ConfigError.wrong_type(
+            argument.key,
             f"{argument} is a list or a value; expected named settings, such as `num_steps: 20`.",
-            reason="wrong_type",
-            key=argument.key,
         )
     return settings
 
@@ -158,11 +156,10 @@ def _file_layers(argument: Argument, before: Sequence[str], schema: type) -> lis
         return [layer]
     under = Path(path).parent / str(base)
     if not under.is_file():
-        raise ConfigError(
+        raise ConfigError.not_found(
+            str(under),
             f"config {path} has base: {base}, but {under} does not exist; the path is relative to "
             "the config.",
-            reason="not_found",
-            key=str(under),
         )
     if under.resolve() in {Path(name).resolve() for name in before}:
         return [layer]

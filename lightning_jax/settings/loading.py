@@ -69,11 +69,10 @@ def find_program(program: str, key: str) -> str:
     """Return the path of a program. Raises ConfigError if the setting `key` names none."""
     path = shutil.which(program)
     if path is None:
-        raise ConfigError(
+        raise ConfigError.not_found(
+            key,
             f"{key} names the program {program!r}, which does not exist or is not executable; use "
             "one on the PATH, or a file with execute permission.",
-            reason="not_found",
-            key=key,
         )
     return path
 
@@ -101,10 +100,9 @@ def import_optional(module: str, requirement: str) -> ModuleType:
             raise ModuleNotFoundError(name=top)
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise UserError(
+        raise UserError.not_installed(
+            re.split("[<>=]", requirement)[0],
             f"{error.name} is not installed; run pip install {shlex.quote(requirement)}.",
-            reason="not_installed",
-            key=re.split("[<>=]", requirement)[0],
         ) from error
 
 
@@ -135,20 +133,18 @@ class ModelServer(Section):
             return None
         if key := os.environ.get(self.api_key_env):
             return key
-        raise ConfigError(
+        raise ConfigError.missing(
+            self.api_key_env,
             f"the environment variable {self.api_key_env} of a model's key is not set; set it.",
-            reason="missing",
-            key=self.api_key_env,
         )
 
 
 def _existing_file(reference: str, path: str) -> Path:
     if not Path(path).is_file():
-        raise ConfigError(
+        raise ConfigError.not_found(
+            path,
             f"{reference!r} names the file {path!r}, which does not exist; use FILE:FUNCTION with "
             "a path relative to the config file, or to the working directory in key=value.",
-            reason="not_found",
-            key=path,
         )
     return Path(path)
 

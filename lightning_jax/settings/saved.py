@@ -33,11 +33,10 @@ def read_saved(path: Path) -> dict[str, Any]:
         if not saved or not isinstance(saved, dict):
             raise ValueError("it holds no settings")
     except (YAMLError, OSError, ValueError, RecursionError, OmegaConfBaseException) as error:
-        raise ConfigError(
+        raise ConfigError.malformed(
+            str(path),
             f"{path} is damaged ({one_sentence(error)}); delete it to continue with the current "
             "settings, or set another run_dir.",
-            reason="malformed",
-            key=str(path),
         ) from error
     return {str(name): value for name, value in saved.items()}
 

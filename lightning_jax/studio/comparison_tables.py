@@ -130,10 +130,9 @@ def plot_runs(groups: Sequence[Group], axis: Axis, path: Path) -> None:
     from matplotlib.figure import Figure  # takes half a second
 
     if path.suffix != ".png" or not path.parent.is_dir():
-        raise ConfigError(
+        raise ConfigError.invalid(
+            "--png",
             f"--png is {str(path)!r}; expected a name that ends in .png in an existing directory.",
-            reason="invalid",
-            key="--png",
         )
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")
     labelled = [

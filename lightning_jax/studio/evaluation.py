@@ -117,10 +117,8 @@ def _of_file(path: Path) -> Rewards:
             or not isinstance(rewards, list)
             or not all(isinstance(reward, int | float) for reward in rewards)
         ):
-            raise ConfigError(
-                f"{where} is no result of a task; expected a file that eval --save wrote.",
-                reason="malformed",
-                key=where,
+            raise ConfigError.malformed(
+                where, f"{where} is no result of a task; expected a file that eval --save wrote."
             )
         by_task[task] = rewards
     return by_task
@@ -129,11 +127,10 @@ def _of_file(path: Path) -> Rewards:
 def _of_run(directory: Path) -> tuple[str, Rewards]:
     evaluations = read_evaluations(directory)
     if not evaluations:
-        raise ConfigError(
+        raise ConfigError.empty(
+            str(directory),
             f"{directory} has no evaluation; expected a run with one, or a file that eval --save "
             "wrote.",
-            reason="empty",
-            key=str(directory),
         )
     last = max(evaluations)
     return f"{directory}, step {last}", evaluations[last]

@@ -131,10 +131,9 @@ class RunReader:
     def _nothing_matches(self, phase: str | None, step: int | None) -> ViewError:
         everything = self._store.rollouts()
         if not everything:
-            return ViewError(
+            return ViewError.empty(
+                str(self._directory),
                 f"{self._directory} has no rollouts yet; wait for the first step.",
-                reason="empty",
-                key=str(self._directory),
             )
         query = [f"phase {phase}"] * (phase is not None) + [f"step {step}"] * (step is not None)
         steps = [rollout.step for rollout in everything]
@@ -211,17 +210,17 @@ class RunReader:
                 return StepCredit(notes=("no step has trained on its group yet",))
         if step not in self._credit_of_steps:
             self._credit_of_steps[step] = self._of_step(step, config.algorithm, config.policy_table)
-        trained, found = self._credit_of_steps[step]
+        trained, credit = self._credit_of_steps[step]
         if rollout.rollout_id not in trained:
             return StepCredit(notes=("not trained on: another attempt replaced it",))
-        return found
+        return credit
 
     def _of_step(
         self, step: int, algorithm: AlgorithmConfig, policies: PolicyTable
     ) -> tuple[set[str], StepCredit]:
         """Return the ids of the rollouts that a step trained on, and the credit of their calls."""
         names = self._store.step_groups(step)
-        of_groups = [found for name in names for found in self._store.rollouts(group_id=name)]
+        of_groups = [rollout for name in names for rollout in self._store.rollouts(group_id=name)]
         rollouts = trained_on(of_groups or self._store.rollouts(phase="train", step=step))
         ids = {rollout.rollout_id for rollout in rollouts}
         trajectories = self._trace_reader.read(self._store, rollouts).trained

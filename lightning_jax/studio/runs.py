@@ -220,12 +220,10 @@ def find_run_dirs(folders: Sequence[Path]) -> list[tuple[Path, str]]:
     fix = "pass the folder that holds your runs, or start one with `lightning-jax train`."
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(
-                f"{folder} is no directory; {fix}", reason="not_found", key=str(folder)
-            )
+            raise ConfigError.not_found(str(folder), f"{folder} is no directory; {fix}")
     if not (paths := [path for folder in folders for path in run_dirs(folder)]):
         names = ", ".join(map(str, folders))
-        raise ConfigError(f"{names}: no run there; {fix}", reason="empty", key=names)
+        raise ConfigError.empty(names, f"{names}: no run there; {fix}")
     return paths
 
 

@@ -132,10 +132,9 @@ def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
     memory and migrated there. Raises StoreError.
     """
     if not path.parent.is_dir():
-        raise StoreError(
+        raise StoreError.not_found(
+            str(path.parent),
             f"the directory of store {path} does not exist; create {path.parent} first.",
-            reason="not_found",
-            key=str(path.parent),
         )
     if not read_only:  # SQLite gives its journals the mode of the file
         with contextlib.suppress(OSError):  # SQLite will report it
@@ -200,11 +199,10 @@ def _read_only(path: Path) -> sqlite3.Connection:
 
 def _bring_up_to_date(db: sqlite3.Connection, path: Path, version: int) -> None:
     if version and not OLDEST_VERSION <= version <= SCHEMA_VERSION:
-        raise StoreError(
+        raise StoreError.unsupported(
+            "user_version",
             f"store {path} has schema version {version}; expected {OLDEST_VERSION} to "
             f"{SCHEMA_VERSION}. Use another run_dir, or the release that wrote it.",
-            reason="unsupported",
-            key="user_version",
         )
     db.execute("PRAGMA journal_mode=WAL")
     # A killed process loses nothing. A power cut may lose the last moments.
@@ -286,8 +284,7 @@ def one_sentence(path: Path) -> Iterator[None]:
         message = f"store {path} failed ({error}): {remedy}."
         raise StoreError(message, reason=reason, key=str(path)) from error
     except UnicodeDecodeError as error:  # in a text of the file, or in SQLite's own message
-        raise StoreError(
+        raise StoreError.malformed(
+            str(path),
             f"store {path} failed ({error}): it is damaged; move it away or use another run_dir.",
-            reason="malformed",
-            key=str(path),
         ) from error

@@ -142,10 +142,9 @@ def _span(span: OtlpSpan) -> Span:
             key="trace_id",
         )
     if max(span.start_time_unix_nano, span.end_time_unix_nano) >= 2**63:
-        raise InvalidValue(
+        raise InvalidValue.out_of_range(
+            "end_time_unix_nano",
             f"span {span.name!r} ends after the year 2262; expected nanoseconds",
-            reason="out_of_range",
-            key="end_time_unix_nano",
         )
     reader = _Reader()
     values = reader.attributes(span.attributes)

@@ -192,10 +192,9 @@ class Store(SpanFile):
         query = f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE rollout_id = ?"
         for row in self._rows(query, rollout_id):
             return as_rollout(row)
-        raise StoreError(
+        raise StoreError.unknown(
+            rollout_id,
             f"rollout {rollout_id!r} is not in the store; add it with add_rollout first.",
-            reason="unknown",
-            key=rollout_id,
         )
 
     def task_fields(self, rollout_id: str) -> dict[str, str]:
@@ -396,14 +395,10 @@ def _check_result(
     rollout_id: str, status: RolloutStatus, reward: float | None, reason: str | None
 ) -> None:
     if status == "scored" and reward is None:
-        raise InvalidValue(
-            f"rollout {rollout_id!r} is scored without a reward; expected a number.",
-            reason="missing",
-            key="reward",
+        raise InvalidValue.missing(
+            "reward", f"rollout {rollout_id!r} is scored without a reward; expected a number."
         )
     if (status.endswith("_failure") or status == "stopped") and not reason:
-        raise InvalidValue(
-            f"rollout {rollout_id!r} ends without a reason; expected a short code.",
-            reason="missing",
-            key="reason",
+        raise InvalidValue.missing(
+            "reason", f"rollout {rollout_id!r} ends without a reason; expected a short code."
         )

@@ -45,10 +45,9 @@ def with_fixed_paths(config: Config) -> Config:
 def require_run(directory: Path, *names: str) -> None:
     """Raise ConfigError unless this is the directory of a run, with files of these names."""
     if not directory.is_dir():
-        raise ConfigError(
+        raise ConfigError.not_found(
+            str(directory),
             f"{directory} is no directory; expected the directory of a run. Check the path.",
-            reason="not_found",
-            key=str(directory),
         )
     for name in names:
         if not (directory / name).is_file():
@@ -77,11 +76,10 @@ def exported_step(directory: Path) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
+        raise ConfigError.malformed(
+            str(path),
             f"{path} is damaged ({in_one_line(repr(error))}); delete it to use the run's newest "
             "checkpoint.",
-            reason="malformed",
-            key=str(path),
         ) from error
 
 
@@ -107,7 +105,7 @@ def find_weights(directory: Path) -> TrainedWeights:
     if directory.is_dir():
         fact = "has neither a trained policy nor a checkpoint yet"
         fix = "let it end, stop it with Ctrl-C after a step, or lower checkpoint.every"
-    raise ConfigError(f"run {directory} {fact}; {fix}.", reason="not_found", key=str(directory))
+    raise ConfigError.not_found(str(directory), f"run {directory} {fact}; {fix}.")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class ShowConfig(Command):
         words = self.words
         if words[:1] == ["check"]:
             if not words[1:]:
-                raise UserError("check needs a FILE; pass a config.", reason="missing", key="FILE")
+                raise UserError.missing("FILE", "check needs a FILE; pass a config.")
             _check(words[1:])
             return 0
         from lightning_jax.cli.reference import as_entry, find_settings, settings_page

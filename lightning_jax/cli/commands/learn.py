@@ -97,11 +97,10 @@ class Learn(RunCommand):
 
         source = self.run_dir
         if self.policy and (self.where is not None or self.best):
-            raise ConfigError(
+            raise ConfigError.conflict(
+                "--where",
                 "--where and --best choose attempts to imitate, and policy steps learn from whole "
                 "groups; pass --supervised, or drop both.",
-                reason="conflict",
-                key="--where",
             )
         condition = parse_condition(DEFAULT_WHERE if self.where is None else self.where)
         beside = f"run_dir={source.with_name(source.resolve().name + '-learned')}"

@@ -53,10 +53,8 @@ class View(Command):
         from lightning_jax.studio.terminal import render_rollout, render_run
 
         if self.rollout_id and (self.phase or self.step is not None):
-            raise UsageError(
-                "--phase and --step cannot be combined with a rollout; drop one of them.",
-                reason="conflict",
-                key="ROLLOUT",
+            raise UsageError.conflict(
+                "ROLLOUT", "--phase and --step cannot be combined with a rollout; drop one of them."
             )
         self._check_page()
         console = Console(highlight=False)
@@ -88,11 +86,10 @@ class View(Command):
         try:
             write_whole(self.html, page, SHARED)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            raise UserError(
+            raise UserError.not_found(
+                "--html",
                 f"--html is {str(self.html)!r}, which cannot be written ({error.strerror}); use a "
                 "file in an existing directory.",
-                reason="not_found",
-                key="--html",
             ) from error
 
 
@@ -144,9 +141,7 @@ class Compare(Command):
             [read_run(Path(name)) for name in names.split(",") if name] for names in self.runs
         ]
         if len(groups) < 2 or not all(groups):
-            raise ConfigError(
-                "compare needs two runs; pass two run directories.", reason="missing", key="RUN"
-            )
+            raise ConfigError.missing("RUN", "compare needs two runs; pass two run directories.")
         if self.png is not None:  # before anything is printed: the path may be wrong
             plot_runs(groups, self.axis, self.png)
         grids = compare_runs(groups, self.axis)

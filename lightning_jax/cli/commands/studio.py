@@ -50,9 +50,7 @@ class Studio(Command):
         from lightning_jax.studio.live.server import LiveServer
 
         if self.key is not None and self.no_key:
-            raise UsageError(
-                "--key and --no-key are both set; drop one of them.", reason="conflict", key="--key"
-            )
+            raise UsageError.conflict("--key", "--key and --no-key are both set; drop one of them.")
         catalog = Catalog(self.runs or [Path("runs")])
         key = self.key or os.environ.get(KEY) or secrets.token_urlsafe(24)
         key = None if self.no_key else key
@@ -83,10 +81,9 @@ async def serve_live(
     from lightning_jax.gateway.http.server import is_exposed, listen
 
     if not key and is_exposed(host):
-        raise UserError(
+        raise UserError.missing(
+            "--key",
             f"--host is {host!r}, which other machines can reach, and --no-key is set; leave out "
             "--no-key, or leave --host at 127.0.0.1.",
-            reason="missing",
-            key="--key",
         )
     return await listen(server.application(), ServeConfig(host=host, port=port, api_key=key))

@@ -78,10 +78,8 @@ class Plan(SettingsCommand):
         from lightning_jax.train.loop.check import check_model
 
         if self.devices is not None and self.target is not None:
-            raise UsageError(
-                "--devices and --target are both set; choose one.",
-                reason="conflict",
-                key="--target",
+            raise UsageError.conflict(
+                "--target", "--devices and --target are both set; choose one."
             )
         config = self.load_config()
         check_model(config)

@@ -45,14 +45,12 @@ class PolicyCommand(SettingsCommand):
         stop_on_sigterm()
         for name, value in (("--url", self.url), ("--model", self.model)):
             if self.run_dir is not None and value is not None:
-                raise ConfigError(
-                    f"--run and {name} are both set; drop one of them.", reason="conflict", key=name
+                raise ConfigError.conflict(
+                    name, f"--run and {name} are both set; drop one of them."
                 )
         if self.api_key is not None and self.url is None:
-            raise ConfigError(
-                "--api-key is set without --url; add --url, or drop it.",
-                reason="conflict",
-                key="--api-key",
+            raise ConfigError.conflict(
+                "--api-key", "--api-key is set without --url; add --url, or drop it."
             )
         if self.run_dir is not None:
             find_weights(self.run_dir)  # before its settings are read, which may be missing as well

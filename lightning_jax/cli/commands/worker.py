@@ -38,16 +38,13 @@ class Worker(SettingsCommand):
 
         key = self.key or os.environ.get(KEY)
         if not key:
-            raise ConfigError(
-                f"there is no key; pass --key or set ${KEY} to the run's serve.api_key.",
-                reason="missing",
-                key="--key",
+            raise ConfigError.missing(
+                "--key", f"there is no key; pass --key or set ${KEY} to the run's serve.api_key."
             )
         if not is_plain_url(self.server):
-            raise ConfigError(
+            raise ConfigError.invalid(
+                "--server",
                 f"--server is {self.server!r}; expected a URL, such as http://trainer:8000.",
-                reason="invalid",
-                key="--server",
             )
         # Others may name files and variables of the run's machine.
         config = self.load_config(only=["agent", "rollout", "algorithm"])

@@ -82,11 +82,10 @@ class SlotPrograms:
         mesh: jax.sharding.Mesh | None = None,
     ) -> None:
         if serve.max_len > config.shape.max_positions:
-            raise ConfigError(
+            raise ConfigError.out_of_range(
+                "serve.max_len",
                 f"serve.max_len is {serve.max_len}; the model has {config.shape.max_positions} "
                 "positions. Lower serve.max_len.",
-                reason="out_of_range",
-                key="serve.max_len",
             )
         self._plain, self._cache = _shardings(mesh, config.shape)
         self._platform = platform_of(self._plain)

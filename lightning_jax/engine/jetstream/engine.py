@@ -48,11 +48,10 @@ def _importing_jetstream() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except ModuleNotFoundError as error:
-        raise ConfigError(
+        raise ConfigError.not_installed(
+            "serve.orchestrator",
             f"serve.orchestrator is jetstream, but {error.name} is not installed; run pip install "
             "'lightning-jax[jetstream]' and pip install --no-deps google-jetstream==0.2.2",
-            reason="not_installed",
-            key="serve.orchestrator",
         ) from error
     finally:
         root.setLevel(level)

@@ -122,17 +122,14 @@ class JetStreamLoop(SlotLoop[_Channel]):
                 reason="not_running",
             )
         if adapter is not None:
-            raise InvalidValue(
-                f"adapter is {adapter}; must be None under JetStream's Driver",
-                reason="unsupported",
-                key="adapter",
+            raise InvalidValue.unsupported(
+                "adapter", f"adapter is {adapter}; must be None under JetStream's Driver"
             )
         if moves_logits(sampling) or sampling.top_logprobs or sampling.score_prompt:
-            raise InvalidValue(
+            raise InvalidValue.unsupported(
+                "serve.orchestrator",
                 "JetStream's Driver does not support logit_bias, penalties, grammars, prompt "
                 "log-probs or top log-probs; set serve.orchestrator=native",
-                reason="unsupported",
-                key="serve.orchestrator",
             )
         ids = tuple(prompt_ids)
         response = self._respond(ids, sampling, time_limit)
@@ -154,11 +151,10 @@ class JetStreamLoop(SlotLoop[_Channel]):
 
     def load_weights(self, params: Any, version: int) -> None:
         """Raise EngineError: JetStream's Driver reads the weights only when it starts."""
-        raise EngineError(
+        raise EngineError.unsupported(
+            "serve.orchestrator",
             f"weights version {version} cannot be loaded, because serve.orchestrator is "
             "jetstream; set serve.orchestrator=native to train",
-            reason="unsupported",
-            key="serve.orchestrator",
         )
 
     def close(self) -> None:

@@ -214,10 +214,8 @@ def _command(command: str | list[str]) -> list[str]:
 def _words(command: str | list[str]) -> list[str]:
     words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
     if not words:
-        raise UserError(
-            "agent.options.command is empty; expected a command line.",
-            reason="missing",
-            key="agent.options.command",
+        raise UserError.missing(
+            "agent.options.command", "agent.options.command is empty; expected a command line."
         )
     return words
 
@@ -231,11 +229,10 @@ def _directory_of(program: str) -> str:
 def _limits(timeout_s: float, limits: Mapping[str, int] | None) -> BoxLimits:
     names = {"max_processes", "memory_mib", "disk_mib"}
     if unknown := {*(limits or {})} - names:
-        raise UserError(
+        raise UserError.unknown(
+            "agent.options.limits",
             f"agent.options.limits has {', '.join(sorted(unknown))}; expected "
             f"{', '.join(sorted(names))}.",
-            reason="unknown",
-            key="agent.options.limits",
         )
     return replace(BoxLimits(timeout_s), **(limits or {}))
 

@@ -52,10 +52,8 @@ def load(
     `folder`, and `field` if the `[metadata]` of its task.toml has it. Raises UserError.
     """
     if root is None or not Path(root).is_dir():
-        raise UserError(
-            f"data.root is {root!r}; expected a folder of Harbor tasks.",
-            reason="not_found",
-            key="data.root",
+        raise UserError.not_found(
+            "data.root", f"data.root is {root!r}; expected a folder of Harbor tasks."
         )
     top = Path(root).resolve()
     parts = (top / "train", top / "dev")
@@ -92,9 +90,7 @@ def read_task(folder: Path, top: Path, field: str = "difficulty", docker: bool =
             raise
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
-            raise UserError(
-                f"{folder} has no {name}; add it.", reason="missing", key=str(folder / name)
-            )
+            raise UserError.missing(str(folder / name), f"{folder} has no {name}; add it.")
     text = (folder / "instruction.md").read_text(encoding="utf-8").strip()
     task: Task = {
         "id": folder.relative_to(top).as_posix(),
@@ -146,10 +142,8 @@ def place_files(folder: Path, setup: Setup, box: Box) -> None:
 def _task_folders(top: Path) -> list[Path]:
     folders = sorted(path.parent for path in top.glob("*/task.toml"))
     if not folders:
-        raise UserError(
-            f"{top} has no folder with a task.toml; expected one for each task.",
-            reason="empty",
-            key=str(top),
+        raise UserError.empty(
+            str(top), f"{top} has no folder with a task.toml; expected one for each task."
         )
     return folders
 
@@ -159,8 +153,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} is not readable ({error}); correct it.", reason="malformed", key=str(path)
+        raise UserError.malformed(
+            str(path), f"{path} is not readable ({error}); correct it."
         ) from error
 
 

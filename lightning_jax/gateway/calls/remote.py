@@ -265,11 +265,10 @@ def remote_role(url: str, api_key: str | None = None, model: str | None = None) 
     except FieldError:
         role = None
     if role is None or not role.is_external:
-        raise ConfigError(
+        raise ConfigError.invalid(
+            "url",
             f"the URL is {url!r}; expected the http(s) URL of an OpenAI-compatible server, such as "
             "http://localhost:8000/v1, without a user, query or fragment.",
-            reason="invalid",
-            key="url",
         )
     return role
 

@@ -219,11 +219,10 @@ async def check_address(serve: ServeConfig) -> None:
 def check_exposure(serve: ServeConfig) -> None:
     """Raise GatewayError if other machines can reach the address and no key is set."""
     if not serve.api_key and is_exposed(serve.host):
-        raise GatewayError(
+        raise GatewayError.missing(
+            "serve.api_key",
             f"serve.host is {serve.host!r}, which other machines can reach, but serve.api_key is "
             "not set; set serve.api_key, or leave serve.host at 127.0.0.1.",
-            reason="missing",
-            key="serve.api_key",
         )
 
 

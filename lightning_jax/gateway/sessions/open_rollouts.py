@@ -314,10 +314,8 @@ class OpenRollouts:
         """Close a rollout and return its traffic. Raise ValueError if it is not open."""
         rollout = self._by_id.pop(rollout_id, None)
         if rollout is None:
-            raise InvalidValue(
-                f"rollout {rollout_id!r} is not open; call open_rollout first.",
-                reason="not_found",
-                key=rollout_id,
+            raise InvalidValue.not_found(
+                rollout_id, f"rollout {rollout_id!r} is not open; call open_rollout first."
             )
         self.owners.end(rollout.owner)
         return rollout.end()

@@ -74,11 +74,10 @@ FAMILIES = {
 def find_family(name: Any, where: object, key: str) -> Family:
     """Return the family of this name. Raises ModelError if there is none."""
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ModelError(
+        raise ModelError.unsupported(
+            key,
             f"{where} has {key}={in_one_line(repr(name), 80)}; supported are "
             f"{sorted(FAMILIES)}. Use a model of one of these families.",
-            reason="unsupported",
-            key=key,
         )
     return FAMILIES[name]
 
@@ -86,11 +85,10 @@ def find_family(name: Any, where: object, key: str) -> Family:
 def refuse_experts(where: object, keys: Collection[str]) -> None:
     """Raise ModelError if a file has these fields of a mixture of experts."""
     for key in keys:
-        raise ModelError(
+        raise ModelError.unsupported(
+            key,
             f"{where} is a mixture of experts ({key}), which is not supported; use a dense model "
             f"of one of the families {sorted(FAMILIES)}",
-            reason="unsupported",
-            key=key,
         )
 
 
@@ -107,10 +105,9 @@ def checked_shape(where: object, names: Mapping[str, str], **fields: Any) -> Dec
     try:
         return DecoderShape(**fields)
     except InvalidValue as error:
-        raise ModelError(
+        raise ModelError.malformed(
+            names.get(str(error.key), error.key),
             f"{where} does not describe a model: {error}; use another file of it",
-            reason="malformed",
-            key=names.get(str(error.key), error.key),
         ) from error
 
 

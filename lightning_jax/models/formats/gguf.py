@@ -111,11 +111,10 @@ def _refuse_other_scaling(*, kind: str, factor: float) -> None:
     if kind == "none" and factor == 1.0:
         return
     named = f"rope.scaling.type={kind}" if kind != "none" else f"rope.scale_linear={factor:g}"
-    raise ModelError(
+    raise ModelError.unsupported(
+        named.partition("=")[0],
         f"the GGUF file sets {named}, which is not supported; use a model without position scaling "
         "or with Llama 3's rope_freqs.weight",
-        reason="unsupported",
-        key=named.partition("=")[0],
     )
 
 
@@ -123,11 +122,10 @@ def _refuse_other_kinds(file: Contents, name: str) -> None:
     """Raise ModelError for an adapter or another part of a model, and for experts."""
     kind = file.value("general.type", str, "model")
     if kind != "model":
-        raise ModelError(
+        raise ModelError.unsupported(
+            "general.type",
             f"the GGUF file has general.type={kind!r}, so it is not a model; use the file of the "
             "whole model",
-            reason="unsupported",
-            key="general.type",
         )
     experts = [key for key in (f"{name}.expert_count",) if file.value(key, int, 0)]
     experts += [tensor.name for tensor in file.tensors if "_exps." in tensor.name][:1]
@@ -144,11 +142,10 @@ def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
     params = named_params(shape)
     names = {param.gguf for param in params}
     if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in names):
-        raise ModelError(
+        raise ModelError.unsupported(
+            unread[0],
             f"the GGUF file has {unread[0]}, a bias that is not supported for {shape.family}; "
             "use another model",
-            reason="unsupported",
-            key=unread[0],
         )
 
     def read(param: NamedParam) -> Any:
@@ -187,11 +184,10 @@ def _floats(tensor: ReaderTensor, rows: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):  # of weights that are not finite
             return dequantize(rows, tensor.tensor_type)
     except (NotImplementedError, ValueError) as error:
-        raise ModelError(
+        raise ModelError.unsupported(
+            tensor.name,
             f"weight {tensor.name} of the GGUF file has type {tensor.tensor_type.name}, which "
             "cannot be converted; use another file of the model",
-            reason="unsupported",
-            key=tensor.name,
         ) from error
 
 
@@ -215,10 +211,9 @@ def _rope_scaling(tensor: ReaderTensor, head_dim: int, theta: float) -> RopeScal
     scaling = RopeScaling(float(np.max(factors)), 1.0, 4.0, 8192)
     ours = rope_frequencies(head_dim, theta, None) / rope_frequencies(head_dim, theta, scaling)
     if not np.allclose(ours, factors, rtol=1e-3):
-        raise ModelError(
+        raise ModelError.unsupported(
+            "rope_freqs.weight",
             f"the GGUF file scales rotary frequencies by {np.unique(factors)[:4]}..., not by "
             "Llama 3's factors; load the Hugging Face directory of this model instead",
-            reason="unsupported",
-            key="rope_freqs.weight",
         )
     return scaling

@@ -120,10 +120,8 @@ class Contents:
 
 def lacks(part: str) -> ModelError:
     """Return the error for a file without a part that a model needs."""
-    return ModelError(
-        f"{WHERE} lacks {in_one_line(part)}, which a model needs; {FIX}",
-        reason="missing",
-        key=part,
+    return ModelError.missing(
+        part, f"{WHERE} lacks {in_one_line(part)}, which a model needs; {FIX}"
     )
 
 
@@ -181,11 +179,7 @@ def _joined(paths: Sequence[Path]) -> Contents:
 
 def _open(path: Path) -> Contents:
     if not path.is_file():
-        raise ModelError(
-            f"GGUF file {path} does not exist; check the path",
-            reason="not_found",
-            key=str(path),
-        )
+        raise ModelError.not_found(str(path), f"GGUF file {path} does not exist; check the path")
     try:
         reader = _Reader(path)
     except Exception as error:  # of any kind, as the library checks little

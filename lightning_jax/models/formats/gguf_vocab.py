@@ -34,11 +34,10 @@ def read_tokenizer(file: Contents) -> Tokenizer:
     kind = file.value("tokenizer.ggml.model", str)
     pre = file.needed("tokenizer.ggml.pre", str, "default")
     if kind != "gpt2":
-        raise ModelError(
+        raise ModelError.unsupported(
+            "tokenizer.ggml.model",
             f"the GGUF file's tokenizer is {kind!r}; only 'gpt2' (byte-level BPE) is supported. "
             "Load the Hugging Face directory of this model instead.",
-            reason="unsupported",
-            key="tokenizer.ggml.model",
         )
     tokens, types = file.needed(_TOKENS, list), file.needed(_TYPES, list)
     merges = file.needed(_MERGES, list, [])
@@ -98,10 +97,8 @@ def _template(around: Mapping[str, tuple[str, int]]) -> Any:
 
 
 def _malformed(key: str, value: object) -> ModelError:
-    return ModelError(
-        f"{WHERE}'s tokenizer is malformed at {key}: {in_one_line(str(value))}; {FIX}",
-        reason="malformed",
-        key=key,
+    return ModelError.malformed(
+        key, f"{WHERE}'s tokenizer is malformed at {key}: {in_one_line(str(value))}; {FIX}"
     )
 
 
@@ -131,9 +128,8 @@ def _pre_tokenizer(pre: str) -> Any:
     if pre in _PLAIN:
         return to_bytes
     supported = sorted((*_PATTERNS, *_SINGLE_DIGITS, *_PLAIN))
-    raise ModelError(
+    raise ModelError.unsupported(
+        "tokenizer.ggml.pre",
         f"the GGUF file's pre-tokenizer is {pre!r}; supported are {supported}. "
         "Load the Hugging Face directory of this model instead.",
-        reason="unsupported",
-        key="tokenizer.ggml.pre",
     )

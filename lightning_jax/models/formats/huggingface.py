@@ -57,21 +57,18 @@ def read_shape(directory: Path) -> DecoderShape:
     """Read the model's shape. Raises ModelError if this decoder cannot compute it exactly."""
     path = directory / "config.json"
     if not path.is_file():
-        raise ModelError(
-            f"{directory} has no config.json; {on_no_config(directory)}",
-            reason="missing",
-            key=str(path),
+        raise ModelError.missing(
+            str(path), f"{directory} has no config.json; {on_no_config(directory)}"
         )
     fields = read_object(path)
     refuse_experts(path, [name for name in _EXPERTS if fields.get(name)])
     family = find_family(fields.get("model_type"), path, "model_type")
     missing = [name for name in _REQUIRED.values() if name not in fields]
     if missing:
-        raise ModelError(
+        raise ModelError.missing(
+            missing[0],
             f"{path} lacks {missing}, which a {fields['model_type']} model needs; copy the "
             "config.json of the model there",
-            reason="missing",
-            key=missing[0],
         )
     _refuse_variants(path, fields, family)
     heads, embed_dim = fields["num_attention_heads"], fields["hidden_size"]
@@ -100,11 +97,10 @@ def _refuse_variants(path: Path, fields: dict[str, Any], family: Family) -> None
     expected |= {"quantization_config": None, **family.required_fields}
     for name, value in expected.items():
         if fields.get(name, value) != value:
-            raise ModelError(
+            raise ModelError.unsupported(
+                name,
                 f"{path} has {name}={in_one_line(str(fields[name]), 80)}; only {value!r} is "
                 "supported. Use another model.",
-                reason="unsupported",
-                key=name,
             )
 
 
@@ -120,11 +116,10 @@ def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling |
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ModelError(
+        raise ModelError.unsupported(
+            "rope_type",
             f"{path} has rope_type={kind!r}; only 'default' and 'llama3' are supported. "
             "Use another model.",
-            reason="unsupported",
-            key="rope_type",
         )
     return theta, checked_scaling(path, rope)
 
@@ -144,11 +139,10 @@ def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
     missing = [param.hf for param in params.values() if param.path not in leaves]
     if missing:
         files = set(weights.files.values())
-        raise ModelError(
+        raise ModelError.missing(
+            missing[0],
             f"the *.safetensors files of {directory} lack {len(missing)} of {len(params)} weights, "
             f"among them {missing[0]}: {on_missing_weights(weights.files, missing, files)}",
-            reason="missing",
-            key=missing[0],
         )
     return unflatten(leaves)
 

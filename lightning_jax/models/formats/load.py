@@ -85,13 +85,12 @@ def check_vocabulary(vocabulary: Tokenizer, num_rows: int, path: Path) -> None:
     beyond = sorted((i, token) for token, i in vocabulary.vocabulary.items() if i >= num_rows)
     if beyond:
         (first, token), (last, _) = beyond[0], beyond[-1]
-        raise ModelError(
+        raise ModelError.mismatch(
+            token,
             f"the tokenizer of {path} has {len(beyond)} tokens beyond the {num_rows} rows of the "
             f"embedding, from {token!r} (id {first}) on; call the model's "
             f"resize_token_embeddings({last + 1}) in transformers and save it, or remove these "
             "tokens from the tokenizer's files",
-            reason="mismatch",
-            key=token,
         )
     if unnamed := vocabulary.eos_ids - vocabulary.named_eos_ids:
         logger.info(
@@ -134,11 +133,10 @@ def _with_chat(
     if file is not None:
         template, for_tools = read_chat_template(file), None
     if template is None and kwargs:
-        raise ModelError(
+        raise ModelError.missing(
+            "model.chat_template",
             "model.chat_template_kwargs is set, but the model has no chat template; set "
             "model.chat_template to a file",
-            reason="missing",
-            key="model.chat_template",
         )
     if template is None or (file is None and not kwargs):
         return vocabulary
@@ -161,12 +159,11 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
     other = load_model(name, str(dtype), model.config.execution.activation_dtype)
     same_shape = other.config == model.config
     if not same_shape or other.tokenizer.vocabulary != model.tokenizer.vocabulary:
-        raise ModelError(
+        raise ModelError.mismatch(
+            "vocabulary" if same_shape else "shape",
             f"model {name!r} has another {'vocabulary' if same_shape else 'shape'} than "
             f"{model.name!r}, but both are policies of one run; use a model trained from "
             f"{model.name!r}",
-            reason="mismatch",
-            key="vocabulary" if same_shape else "shape",
         )
     return replace(other, tokenizer=model.tokenizer)
 

@@ -27,12 +27,11 @@ class NamedParam:
     def checked(self, name: str, array: np.ndarray) -> np.ndarray:
         """Return the array of a file. Raise ModelError if its shape is not the parameter's."""
         if (array.T if self.transpose else array).shape != self.shape:
-            raise ModelError(
+            raise ModelError.mismatch(
+                name,
                 f"weight {name} has shape {array.shape}; the config needs {self.shape} "
                 f"({'transposed' if self.transpose else 'not transposed'}). Check that the "
                 "weights and the config belong to the same model.",
-                reason="mismatch",
-                key=name,
             )
         return array
 

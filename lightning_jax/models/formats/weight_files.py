@@ -37,11 +37,10 @@ class Weights:
         with _opened(self.files[name]) as opened:
             part = opened.get_slice(name)
             if len(shape := part.get_shape()) != 2 or not shape[0]:
-                raise ModelError(
+                raise ModelError.mismatch(
+                    name,
                     f"weight {name} of {self.files[name]} has shape {shape}; expected rows of "
                     "tokens. Check that the weights and the config belong to the same model.",
-                    reason="mismatch",
-                    key=name,
                 )
             starts = range(0, shape[0], step)
             return np.concatenate([np.asarray(part[start : start + 1]) for start in starts])
@@ -84,10 +83,8 @@ def _chosen_files(directory: Path) -> tuple[list[Path], bool]:
     adapters = set(directory.glob(_ADAPTERS))
     loose = sorted(set(directory.glob("*.safetensors")) - adapters)
     if not loose:
-        raise ModelError(
-            f"{directory} has no {NAMED}; {on_no_safetensors(directory)}",
-            reason="missing",
-            key="*.safetensors",
+        raise ModelError.missing(
+            "*.safetensors", f"{directory} has no {NAMED}; {on_no_safetensors(directory)}"
         )
     return loose, True
 
@@ -96,10 +93,9 @@ def _shards(index: Path) -> list[Path]:
     """Return the files that an index names, in the order of transformers."""
     named = read_object(index).get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-        raise ModelError(
+        raise ModelError.malformed(
+            str(index),
             f"{index} has no weight_map from weights to files; write it again with save_pretrained",
-            reason="malformed",
-            key=str(index),
         )
     return [_named_file(index, name) for name in sorted(set(named.values()))]
 
@@ -108,17 +104,14 @@ def _named_file(source: Path, name: Any) -> Path:
     """Return a file of its folder that `source` names. Raise ModelError if there is none."""
     path = source.parent / str(name)
     if not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(source.parent)):
-        raise ModelError(
-            f"{source} names {name!r}, which is outside its folder; correct it",
-            reason="malformed",
-            key=str(source),
+        raise ModelError.malformed(
+            str(source), f"{source} names {name!r}, which is outside its folder; correct it"
         )
     if not path.is_file():
-        raise ModelError(
+        raise ModelError.missing(
+            str(path),
             f"{path.parent} lacks {path.name}, which {source.name} names; copy or download that "
             "file too",
-            reason="missing",
-            key=str(path),
         )
     return path
 

@@ -48,11 +48,10 @@ def make_sequences(
     ):
         group = groups.setdefault(trajectory.group_id, len(groups))
         if len(values) != len(trajectory.transitions):
-            raise InvalidValue(
+            raise InvalidValue.mismatch(
+                trajectory.rollout_id,
                 f"rollout {trajectory.rollout_id!r} has {len(values)} advantages for "
                 f"{len(trajectory.transitions)} calls; pass one for each call",
-                reason="mismatch",
-                key=trajectory.rollout_id,
             )
         for transition, advantage, weight, of_call in zip(
             trajectory.transitions, values, calls, of_calls, strict=True

@@ -154,22 +154,19 @@ def _check_given(
     teacher_kl: object,
 ) -> None:
     if algorithm.kl_coef > 0.0 and ref_logprobs is None:
-        raise InvalidValue(
+        raise InvalidValue.missing(
+            "ref_logprobs",
             f"kl_coef is {algorithm.kl_coef} without ref_logprobs; pass them or set it to 0.",
-            reason="missing",
-            key="ref_logprobs",
         )
     if algorithm.entropy_coef > 0.0 and entropy is None:
-        raise InvalidValue(
+        raise InvalidValue.missing(
+            "entropy",
             f"entropy_coef is {algorithm.entropy_coef} without entropy; pass it or set it to 0.",
-            reason="missing",
-            key="entropy",
         )
     if batch.teacher is not None and batch.teacher.top is not None and teacher_kl is None:
-        raise InvalidValue(
+        raise InvalidValue.missing(
+            "teacher_kl",
             "a teacher named its likeliest tokens without teacher_kl; pass the KL to it.",
-            reason="missing",
-            key="teacher_kl",
         )
 
 

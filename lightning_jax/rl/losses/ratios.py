@@ -47,8 +47,8 @@ def kl_estimate(log_ratio: Float[Array, "B R"], estimator: str = "k3") -> Float[
         # Near x = 0, where sampler and trainer agree, exp(x) - 1 would be only rounding error.
         log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         return jnp.minimum(jnp.expm1(log_ratio) - log_ratio, MAX_K3)
-    raise InvalidValue(
-        f"KL estimator is {estimator!r}; expected k1, k2 or k3.", reason="unknown", key="estimator"
+    raise InvalidValue.unknown(
+        "estimator", f"KL estimator is {estimator!r}; expected k1, k2 or k3."
     )
 
 
@@ -67,10 +67,8 @@ def level_log_ratio(
         return call_sums(log_ratio, batch.target_calls)
     if level == "sequence_mean":
         return call_means(log_ratio, batch.target_calls, batch.target_mask)
-    raise InvalidValue(
-        f"level is {level!r}; expected token, sequence or sequence_mean.",
-        reason="unknown",
-        key="level",
+    raise InvalidValue.unknown(
+        "level", f"level is {level!r}; expected token, sequence or sequence_mean."
     )
 
 

@@ -155,6 +155,4 @@ def kl_to_top(
     if kl == "reverse":
         gap = log_p - jnp.maximum(log_q, math.log(LEAST))
         return (p * gap).sum(axis=-1) - rest_p * rest
-    raise InvalidValue(
-        f"KL to the teacher is {kl!r}; expected forward or reverse.", reason="unknown", key="kl"
-    )
+    raise InvalidValue.unknown("kl", f"KL to the teacher is {kl!r}; expected forward or reverse.")

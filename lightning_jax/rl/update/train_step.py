@@ -145,11 +145,7 @@ def update(
     many microbatches is reported as first_grad_norm. Raises ValueError without a microbatch.
     """
     if not batches:
-        raise InvalidValue(
-            "update got no microbatches; skip the step instead",
-            reason="empty",
-            key="batches",
-        )
+        raise InvalidValue.empty("batches", "update got no microbatches; skip the step instead")
     head = None if state.critic is None else state.critic.head
     teacher = batches[0].teacher
     grads, metrics = zero_accumulators(

@@ -315,11 +315,10 @@ def make_updater(  # noqa: PLR0913  (the arguments are independent)
     backward pass. Raises ConfigError if the mesh does not divide `batch.rows`.
     """
     if batch.rows % num_row_shards(mesh):
-        raise ConfigError(
+        raise ConfigError.mismatch(
+            "batch.rows",
             f"batch.rows is {batch.rows}; must be a multiple of {num_row_shards(mesh)}, the "
             "number of devices that share a batch (mesh.data * mesh.fsdp)",
-            reason="mismatch",
-            key="batch.rows",
         )
     transformation = make_optimizer(optimizer)
     if policies is not None and policies.separate:

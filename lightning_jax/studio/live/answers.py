@@ -285,11 +285,10 @@ def compare_answer(groups: Sequence[Sequence[WatchedRun]]) -> Json:
     """
     num_runs = sum(map(len, groups))
     if len(groups) < 2 or num_runs > MAX_RUNS:
-        raise InvalidValue(
+        raise InvalidValue.out_of_range(
+            "group",
             f"{num_runs} runs in {len(groups)} groups cannot be compared; choose 2 to {MAX_RUNS} "
             "runs in at least two groups.",
-            reason="out_of_range",
-            key="group",
         )
     return as_json(compare_groups([[run.summary() for run in group] for group in groups]))
 

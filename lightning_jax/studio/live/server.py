@@ -292,9 +292,7 @@ def _number(request: web.Request, name: str, default: int | None) -> int | None:
 
 
 def _wrong(name: str, value: str, expected: str) -> InvalidValue:
-    return InvalidValue(
-        f"{name} is {value[:50]!r}; expected {expected}.", reason="invalid", key=name
-    )
+    return InvalidValue.invalid(name, f"{name} is {value[:50]!r}; expected {expected}.")
 
 
 def _json(encoded: Encoded, request: web.Request) -> web.Response:

@@ -54,11 +54,10 @@ def choose_agent(
         if is_set
     )
     if function is not None:
-        raise ConfigError(
+        raise ConfigError.conflict(
+            key,
             f"{key} is set, but the agent is a function of this process, which workers cannot "
             f"load; set agent.function to FILE:FUNCTION instead of passing it, or leave out {key}.",
-            reason="conflict",
-            key=key,
         )
     require_agent(config)
     task = first_unsendable(tasks)
@@ -75,11 +74,10 @@ def _check_fields(config: AgentConfig, tasks: Sequence[Task]) -> None:
     present = {name for task in tasks for name in task} if config.task_fields else set()
     unknown = [name for name in config.task_fields or () if tasks and name not in present]
     if unknown:
-        raise ConfigError(
+        raise ConfigError.unknown(
+            "agent.task_fields",
             f"agent.task_fields names {', '.join(unknown)}, which no task has; expected some of "
             f"{', '.join(sorted(map(str, present)))}.",
-            reason="unknown",
-            key="agent.task_fields",
         )
 
 

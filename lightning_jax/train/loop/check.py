@@ -58,11 +58,10 @@ def _check_learn(
             key="run_dir",
         )
     if distill.has_teacher:
-        raise ConfigError(
+        raise ConfigError.unsupported(
+            "distill",
             "stored rollouts are learned without a teacher; set distill.teacher, "
             "distill.teacher_url and distill.hint to null.",
-            reason="unsupported",
-            key="distill",
         )
 
 
@@ -96,9 +95,7 @@ def read_rewards(file: Path) -> dict[str, RewardConfig]:
     """Return the section `rewards` of a YAML file. Raises ConfigError if it has none."""
     rewards = load_config(Config, [str(file)], only=["rewards"]).rewards
     if not rewards:
-        raise ConfigError(
-            f"{file} has no rewards; add a section rewards.", reason="missing", key="rewards"
-        )
+        raise ConfigError.missing("rewards", f"{file} has no rewards; add a section rewards.")
     return rewards
 
 
@@ -141,11 +138,10 @@ def _check_directory(run_dir: str, changed: Sequence[str]) -> None:
             )
     checkpoints = directory / CHECKPOINTS
     if changed and checkpoints.is_dir() and any(p.name.isdecimal() for p in checkpoints.iterdir()):
-        raise ConfigError(
+        raise ConfigError.mismatch(
+            changed[0],
             f"{directory} holds a run with another {', '.join(changed)}, whose checkpoint does "
             "not fit; use the settings that it began with, or another run_dir.",
-            reason="mismatch",
-            key=changed[0],
         )
 
 

@@ -64,12 +64,11 @@ class Collector:
             return ExternalGroups(config, self.runner, self.reader, tasks, self._count)
         source = make(config, self.pipelines, self.runner, self._count)
         if not isinstance(source, Source):
-            raise ConfigError(
+            raise ConfigError.wrong_type(
+                "rollout.source",
                 f"rollout.source {config.rollout.source!r} makes a {type(source).__name__}; name a "
                 "subclass of Groups in lightning_jax.train.loop.groups, or of Source in "
                 "lightning_jax.train.tasks.source.",
-                reason="wrong_type",
-                key="rollout.source",
             )
         return source
 

@@ -83,11 +83,10 @@ class UserHook(Hook):
         with self._blamed("__init__"):
             self._hook: Hook = make(config)
         if not isinstance(self._hook, Hook):
-            raise ConfigError(
+            raise ConfigError.wrong_type(
+                "hooks",
                 f"hooks names {reference!r}, which makes a {type(self._hook).__name__}; name a "
                 "subclass of Hook in lightning_jax.train.hook.",
-                reason="wrong_type",
-                key="hooks",
             )
 
     async def before_rollouts(self, step: int) -> Metrics:

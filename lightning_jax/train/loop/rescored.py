@@ -53,10 +53,9 @@ async def rescored_groups(
         groups = finished_groups(store, phase)
         groups = evenly_spaced(groups, limit or len(groups))
         if not any(_was_scored(rollout) for group in groups for rollout in group):
-            raise ConfigError(
+            raise ConfigError.empty(
+                "--phase",
                 f"{run_dir} has no scored rollouts of phase {phase}; choose another --phase.",
-                reason="empty",
-                key="--phase",
             )
         tasks: dict[str, Task] = {}
         with suppress(UserError):

@@ -295,43 +295,38 @@ def _check_settings(config: Config) -> None:
     """
     check_sinks(config.metrics.sinks)
     if config.serve.orchestrator != "native" and config.total_steps > 0:
-        raise ConfigError(
+        raise ConfigError.conflict(
+            "serve.orchestrator",
             f"serve.orchestrator is {config.serve.orchestrator!r}, which cannot take new weights, "
             f"and {config.total_steps} steps are to be trained; set it to native, or set num_steps "
             "and warmup.num_steps to 0 to only evaluate.",
-            reason="conflict",
-            key="serve.orchestrator",
         )
     if config.cluster.trainers:
-        raise ConfigError(
+        raise ConfigError.conflict(
+            "cluster.trainers",
             f"cluster.trainers is {config.cluster.trainers}, and only the command can start the "
             "trainer's processes again; run `lightning-jax train`, or set cluster.trainers=0.",
-            reason="conflict",
-            key="cluster.trainers",
         )
     for key, value, fix in (
         ("learn.run", config.learn.run, ""),
         ("distill.teacher_url", config.distill.teacher_url, ", or distill.teacher to a model"),
     ):
         if value is not None and jax.process_count() > 1:
-            raise ConfigError(
+            raise ConfigError.conflict(
+                key,
                 f"{key} is set and the run has {jax.process_count()} processes, each of which "
                 f"would read from it; set distributed.mode=none{fix}.",
-                reason="conflict",
-                key=key,
             )
     if config.agent.external and (config.cluster.samplers or jax.process_count() > 1):
-        raise ConfigError(
+        raise ConfigError.conflict(
+            "agent.external",
             "agent.external is true, and rollouts from outside need the engines in one process; "
             "set cluster.samplers=0 and distributed.mode=none.",
-            reason="conflict",
-            key="agent.external",
         )
     if config.rollout.ahead and jax.process_count() > 1 and not config.cluster.samplers:
-        raise ConfigError(
+        raise ConfigError.conflict(
+            "rollout.ahead",
             f"rollout.ahead is {config.rollout.ahead} and the run has {jax.process_count()} "
             "processes, of which the first serves on devices that also train; set "
             "rollout.ahead=0, or let samplers of a cluster serve.",
-            reason="conflict",
-            key="rollout.ahead",
         )

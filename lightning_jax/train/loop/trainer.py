@@ -193,11 +193,10 @@ def _check_files(rollout: RolloutConfig, evaluation: EvalConfig) -> None:
     )
     num_agents = min(rollout.concurrency, in_a_step)
     if num_agents * FILES_PER_AGENT > free:
-        raise ConfigError(
+        raise ConfigError.conflict(
+            "rollout.concurrency",
             f"{num_agents} concurrent agents need about {num_agents * FILES_PER_AGENT} open files, "
             f"but only {max(free, 0)} of {limit_of_files()} are free; set "
             f"rollout.concurrency={max(free // FILES_PER_AGENT, 1)}, or raise the hard limit "
             "(ulimit -Hn).",
-            reason="conflict",
-            key="rollout.concurrency",
         )

@@ -253,8 +253,8 @@ def simulate_devices(number: int) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", number)
     except RuntimeError as error:
-        raise ConfigError(
-            f"{number} devices cannot be simulated: {error}", reason="conflict", key="devices"
+        raise ConfigError.conflict(
+            "devices", f"{number} devices cannot be simulated: {error}"
         ) from error
 
 

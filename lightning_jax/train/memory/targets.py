@@ -78,23 +78,18 @@ def target_devices(target: str) -> tuple[Sequence[Any], int | None]:
     if name in _GPUS:
         number = size or "1"
         if not number.isdecimal() or int(number) < 1:
-            raise ConfigError(
-                f"target is {target!r}; expected {EXPECTED}.", reason="unknown", key="target"
-            )
+            raise ConfigError.unknown("target", f"target is {target!r}; expected {EXPECTED}.")
         return _gpus(target, name, int(number)), int(_JAX_TAKES * _GPUS[name]["device_memory_size"])
     if not name.startswith("v") or not size:
-        raise ConfigError(
-            f"target is {target!r}; expected {EXPECTED}.", reason="unknown", key="target"
-        )
+        raise ConfigError.unknown("target", f"target is {target!r}; expected {EXPECTED}.")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu looks for a TPU on the network
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=target).devices, None
     except RuntimeError as error:
-        raise ConfigError(
+        raise ConfigError.missing(
+            "jax[tpu]",
             f"target {target!r} cannot be compiled for ({_line(error)}); use {EXPECTED}, and "
             "install libtpu with pip install 'jax[tpu]'",
-            reason="missing",
-            key="jax[tpu]",
         ) from None
 
 
@@ -111,11 +106,10 @@ def _gpus(target: str, name: str, number: int) -> Sequence[Any]:
             platform="cuda", topology_name="", topology=f"1x1x{number}", target_config=described
         ).devices
     except (JaxRuntimeError, NotImplementedError) as error:
-        raise ConfigError(
+        raise ConfigError.missing(
+            "jax[cuda12]",
             f"target {target!r} cannot be compiled for ({_line(error)}); install the compiler of "
             "JAX's CUDA plugin with pip install 'jax[cuda12]' (no GPU is needed)",
-            reason="missing",
-            key="jax[cuda12]",
         ) from None
 
 

@@ -176,9 +176,8 @@ def check_sinks(names: Sequence[str]) -> None:
         if _is_user_sink(name):
             check_reference(name)
         if name in SINKS and not is_installed(name):
-            raise ConfigError(
+            raise ConfigError.not_installed(
+                "metrics.sinks",
                 f"metrics.sinks names {name}, which is not installed; run `pip install {name}`, or "
                 f"remove {name} from metrics.sinks.",
-                reason="not_installed",
-                key="metrics.sinks",
             )

@@ -177,8 +177,8 @@ class Checkpointer:
         """
         step = self.latest_step if step is None else step
         if step is None:
-            raise CheckpointError(
-                f"{self._directory} holds no checkpoint.", reason="empty", key=str(self._directory)
+            raise CheckpointError.empty(
+                str(self._directory), f"{self._directory} holds no checkpoint."
             )
         kept = _kept(like)
         self._check_shapes(step, self._described(step)["shapes"], _shapes(kept))
@@ -308,12 +308,11 @@ class Checkpointer:
     def _check_shapes(self, step: int, saved: dict[str, Any], expected: dict[str, Any]) -> None:
         wrong = sorted(k for k in saved | expected if saved.get(k) != expected.get(k))
         if wrong:
-            raise CheckpointError(
+            raise CheckpointError.mismatch(
+                wrong[0],
                 f"the checkpoint of step {step} in {self._directory} does not match the model: "
                 f"{wrong[0]} has shape {saved.get(wrong[0])}, expected {expected.get(wrong[0])}. "
                 "Use the model that it was trained with, or another run_dir.",
-                reason="mismatch",
-                key=wrong[0],
             )
 
     def close(self) -> None:

@@ -147,12 +147,11 @@ class RemoteTeacher:
         expected = {self.tokenizer.decode(ids, skip_special=skip) for skip in (False, True)}
         echoed = "".join(text.split())
         if not any(echoed.startswith("".join(text.split())) for text in expected):
-            raise ModelError(
+            raise ModelError.mismatch(
+                "distill.teacher_url",
                 f"the teacher {self.served_model!r} at {self.client.base_url} reads other text "
                 "from the policy's token ids, so it has another vocabulary; serve a model with the "
                 "same tokenizer.",
-                reason="mismatch",
-                key="distill.teacher_url",
             )
 
 

@@ -294,12 +294,11 @@ class Replica:
         saved = progress.get("adapts", {})
         for name, value in self.adapts.items():
             if saved.get(name) != value:
-                raise CheckpointError(
+                raise CheckpointError.mismatch(
+                    name,
                     f"the weights in the checkpoint of step {step} were trained with {name} "
                     f"{saved.get(name)}; expected {value}. Use the model and settings they were "
                     "trained with, or another run_dir.",
-                    reason="mismatch",
-                    key=name,
                 )
 
     def _first_reference(self) -> list[Params | None]:

@@ -150,11 +150,10 @@ def changed_sources(directory: Path, now: dict[str, str]) -> list[str]:
     try:
         old = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
+        raise ConfigError.malformed(
+            str(path),
             f"{path} is damaged ({error}); delete it to continue without the check for changed "
             "agent files and tasks.",
-            reason="malformed",
-            key=str(path),
         ) from error
     return sorted(name for name in now if name in old and now[name] != old[name])
 

@@ -63,9 +63,8 @@ def check_vocabulary(teacher: LoadedModel, model: LoadedModel) -> None:
     """Raise ModelError unless the teacher reads the token ids of `model` as the same tokens."""
     is_same = teacher.tokenizer.vocabulary == model.tokenizer.vocabulary
     if not is_same or teacher.config.shape.vocab_size < model.config.shape.vocab_size:
-        raise ModelError(
+        raise ModelError.mismatch(
+            "distill.teacher",
             f"the teacher {teacher.name!r} has another vocabulary than {model.name!r}, so it "
             "cannot score its tokens; set distill.teacher to a model with the same tokenizer.",
-            reason="mismatch",
-            key="distill.teacher",
         )

@@ -95,11 +95,10 @@ def call_demonstrations(function: Callable[[list[Task]], Any], tasks: list[Task]
         ) from error
     if inspect.iscoroutine(answer):
         answer.close()  # without a warning that nobody awaited it
-    raise DatasetError(
+    raise DatasetError.wrong_type(
+        SETTING,
         f"{SETTING} returned {'a ' + type(answer).__name__ if answer is not None else 'None'}; "
         "return a list with a conversation for each task that has one.",
-        reason="wrong_type",
-        key=SETTING,
     )
 
 
@@ -137,11 +136,10 @@ def _read_conversation(conversation: Any, where: str) -> Demonstration:
     record = dict(conversation) if isinstance(conversation, Mapping) else {"messages": conversation}
     if not isinstance(record.get("messages"), list | tuple):
         text = brief(record.get("messages", conversation))
-        raise DatasetError(
+        raise DatasetError.wrong_type(
+            where,
             f"{SETTING}: {where} has {text} as its messages; expected a list of messages, or "
             '{"messages": [...], "tools": [...]}.',
-            reason="wrong_type",
-            key=where,
         )
     with named(where):
         record["messages"] = [
@@ -185,7 +183,7 @@ def _as_sent(value: Any, where: str) -> Any:
         raise InvalidValue(f"{where} is nested too deeply.", reason="too_deep", key=where)
     if has_surrogates(sent):
         text = f"{where} has half of a surrogate pair; expected valid UTF-8."
-        raise InvalidValue(text, reason="wrong_type", key=where)
+        raise InvalidValue.wrong_type(where, text)
     return sent
 
 
@@ -196,4 +194,4 @@ def _check_calls(message: Message, where: str) -> None:
         if not isinstance(arguments, dict):
             key = f"tool_calls[{index}].function.arguments"
             text = f"{key} is {brief(arguments)}; expected an object, or its JSON as a string."
-            raise unusable(where, InvalidValue(text, reason="wrong_type", key=key))
+            raise unusable(where, InvalidValue.wrong_type(key, text))

@@ -50,11 +50,10 @@ def load_tasks(config: Config) -> tuple[list[Task], list[Task]]:
 def _load_split(load: Loader, split: str, data: DataConfig, cache_dir: Path) -> Split:
     loaded = _call(load, split, data, cache_dir)
     if not (isinstance(loaded, tuple) and len(loaded) == 2):
-        raise ConfigError(
+        raise ConfigError.wrong_type(
+            "data.load",
             f"{data.load} returned a {type(loaded).__name__}; return (tasks, left_out), where "
             "left_out is a dict with the number of tasks left out for each reason.",
-            reason="wrong_type",
-            key="data.load",
         )
     tasks, left_out = list(loaded[0]), dict(loaded[1])
     if not tasks:
@@ -64,10 +63,8 @@ def _load_split(load: Loader, split: str, data: DataConfig, cache_dir: Path) -> 
             else "add tasks, at least 2 to a file of both splits and 1 each to train.jsonl and "
             "dev.jsonl of a folder"
         )
-        raise DatasetError(
-            f"data.root {data.root} gives 0 {split} tasks{_reasons(left_out)}; {fix}.",
-            reason="empty",
-            key=split,
+        raise DatasetError.empty(
+            split, f"data.root {data.root} gives 0 {split} tasks{_reasons(left_out)}; {fix}."
         )
     _check_ids(tasks, split)
     if split == "train" and data.max_train_tasks and len(tasks) > data.max_train_tasks:
@@ -88,11 +85,10 @@ def _call(load: Loader, split: str, data: DataConfig, cache_dir: Path) -> Any:
         options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         is_option = path[0] in {*options, *data.options}
         key = ".".join(("data.options", *map(str, path))) if is_option else "data.load"
-        raise ConfigError(
+        raise ConfigError.invalid(
+            key,
             f"{key}: {message}; {data.load or load.__name__} takes root, split, a directory and "
             f"{'the options ' + ', '.join(options) if options else 'no options'}.",
-            reason="invalid",
-            key=key,
         ) from error
 
 

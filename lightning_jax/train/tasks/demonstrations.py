@@ -133,10 +133,9 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
     """
     end_id = tokenizer.template_end_id
     if end_id is None:
-        raise ConfigError(
+        raise ConfigError.unsupported(
+            "chat_template",
             "the chat template puts no special token after an assistant message, so the policy "
             "would not learn to end; use an instruct model.",
-            reason="unsupported",
-            key="chat_template",
         )
     return end_id

@@ -45,11 +45,10 @@ class Hints:
                 key=KEY,
             ) from error
         if not isinstance(text, str):
-            raise HintError(
+            raise HintError.wrong_type(
+                KEY,
                 f"{self.reference} returned a {type(text).__name__} for the task "
                 f"{task.get('id')!r}; let it return a string, empty for a task without a hint.",
-                reason="wrong_type",
-                key=KEY,
             )
         return text.strip()
 
@@ -152,10 +151,9 @@ def end_of_message(tokenizer: Tokenizer) -> int:
     text = tokenizer.render_chat([{"role": "user", "content": words}])
     after = tokenizer.encode(text.rpartition(words)[2])
     if not after or after[0] not in tokenizer.added_ids:
-        raise HintError(
+        raise HintError.unsupported(
+            KEY,
             "the chat template ends a user's message with ordinary text, so a hint has no certain "
             "place in a prompt; use a model whose template ends messages with a special token.",
-            reason="unsupported",
-            key=KEY,
         )
     return after[0]

@@ -154,9 +154,7 @@ class TaskIterator:
 
 def no_tasks() -> ConfigError:
     """Return the error for a run without training tasks."""
-    return ConfigError(
-        "there are no tasks to train on; check data.root.", reason="empty", key="data.root"
-    )
+    return ConfigError.empty("data.root", "there are no tasks to train on; check data.root.")
 
 
 def group_tasks(tasks: Sequence[Task], field: str | None, size: int) -> list[list[Task]]:
@@ -207,9 +205,8 @@ def _baselines(reference: str, tasks: Sequence[Task], part: str) -> Metrics:
         if value is not None
     }
     if not isinstance(answer, Mapping) or len(metrics) < len(values):
-        raise ConfigError(
+        raise ConfigError.wrong_type(
+            "eval.baselines",
             f"eval.baselines returned {answer!r}; return a dict of finite numbers by name.",
-            reason="wrong_type",
-            key="eval.baselines",
         )
     return metrics

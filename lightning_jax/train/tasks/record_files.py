@@ -47,10 +47,8 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         with path.open("rb") as raw:
             for where, record in _values(raw, path):
                 if not isinstance(record, dict):
-                    raise DatasetError(
-                        f"{where} is a {type(record).__name__}; expected an object.",
-                        reason="wrong_type",
-                        key=where,
+                    raise DatasetError.wrong_type(
+                        where, f"{where} is a {type(record).__name__}; expected an object."
                     )
                 yield where, record
     except FileNotFoundError:

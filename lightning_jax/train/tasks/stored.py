@@ -131,11 +131,10 @@ def _steps(
     whole, steps = (stored_steps(store, learn.phase, some) for some in (None, rescored))
     num_groups = len(_by_group(rollout for step in steps for rollout in step))
     if not num_groups:
-        raise ConfigError(
+        raise ConfigError.empty(
+            "--phase",
             f"run {learn.run} has no scored {learn.phase} rollouts to learn from; choose another "
             "--phase.",
-            reason="empty",
-            key="--phase",
         )
     is_less = num_groups < len(_by_group(rollout for step in whole for rollout in step))
     if per_step != of_run.tasks_per_step or is_less:
@@ -242,21 +241,19 @@ def choose_attempts(
     """
     names = {name for attempt in attempts for name in attempt.values} | {*ATTEMPT_NAMES}
     if unknown := sorted(condition.names - names):
-        raise ConfigError(
+        raise ConfigError.unknown(
+            unknown[0],
             f"--where has the name {unknown[0]!r}, which no attempt has; use one of "
             f"{', '.join(sorted(names))}.",
-            reason="unknown",
-            key=unknown[0],
         )
     groups: dict[str, list[Attempt]] = defaultdict(list)
     for attempt in attempts:
         if attempt.can_teach and condition.holds(attempt.values):
             groups[attempt.rollout.group_id].append(attempt)
     if not groups:
-        raise ConfigError(
+        raise ConfigError.empty(
+            "--where",
             f"--where {condition.text!r} holds for none of {len(attempts)} attempts; relax it.",
-            reason="empty",
-            key="--where",
         )
     if not only_best:
         return list(groups.values())
@@ -270,11 +267,10 @@ def choose_attempts(
         if stands_out(attempt.total_reward, np.asarray(earned[attempt.rollout.group_id]))
     ]
     if not best_of_groups:
-        raise ConfigError(
+        raise ConfigError.empty(
+            "--best",
             "--best finds no attempt above the mean of its group or with a reward of 1; drop "
             "--best, or choose attempts with --where.",
-            reason="empty",
-            key="--best",
         )
     return best_of_groups
 

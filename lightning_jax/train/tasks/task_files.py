@@ -23,19 +23,17 @@ def load_task_files(
     tasks in dev are not trained on. Writes nothing. Raises DatasetError.
     """
     if root is None:
-        raise DatasetError(
+        raise DatasetError.missing(
+            "data.root",
             "data.root is null; expected a file of tasks, or a folder with train.jsonl and "
             "dev.jsonl. Set data.root.",
-            reason="missing",
-            key="data.root",
         )
     path, dropped = Path(root), Counter[str]()
     if not path.exists():
-        raise DatasetError(
+        raise DatasetError.not_found(
+            "data.root",
             f"data.root is {str(root)!r}, which does not exist; expected a file of tasks, or a "
             "folder with train.jsonl and dev.jsonl. A path in a config is relative to the config.",
-            reason="not_found",
-            key="data.root",
         )
     if path.is_dir():
         tasks_of_split = _read(_file(path, split), dropped)
@@ -61,7 +59,7 @@ def read_tasks(path: Path) -> list[Task]:
     """Return the distinct tasks of one file, as `load_task_files`. Raises DatasetError."""
     tasks = _read(path, Counter())
     if not tasks:
-        raise DatasetError(f"{path} has no tasks; add one.", reason="empty", key=str(path))
+        raise DatasetError.empty(str(path), f"{path} has no tasks; add one.")
     return tasks
 
 
@@ -70,11 +68,10 @@ def _file(folder: Path, split: str) -> Path:
         if (path := folder / f"{split}{suffix}").is_file():
             return path
     files = sorted(path.name for path in folder.iterdir() if path.is_file())[:MAX_NAMED]
-    raise DatasetError(
+    raise DatasetError.missing(
+        f"{split}.jsonl",
         f"{folder} has no {split}.jsonl (it has {', '.join(files) or 'no file'}); expected "
         f"train.jsonl and dev.jsonl, or the same with {', '.join(SUFFIXES[1:])}.",
-        reason="missing",
-        key=f"{split}.jsonl",
     )
 
 
