@@ -13,7 +13,7 @@ install = $(BIN)/python -m uv pip install --quiet --python $(BIN)/python $(1) ||
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(1)
 
 # Tests that need no model, or compile little.
-QUICK := test_layering.py test_voice.py test_settings.py test_types.py test_promises.py system traces \
+QUICK := test_layering.py test_voice.py test_errors.py settings test_types.py test_promises.py system traces \
 	rl/test_credit.py rl/test_advantages.py rl/test_token_weights.py rl/batches/test_packing.py \
 	rl/losses/test_ratios.py gateway/calls/test_routing.py gateway/prompt/test_tool_calls.py \
 	experiments/data/test_sums.py train/tasks/test_pipelines.py train/tasks/test_demonstrations.py rollouts/agents/test_outcome.py

@@ -4,7 +4,7 @@ from setuptools import find_packages, setup
 
 setup(
     name="lightning-jax",
-    version="0.1.0",
+    version="0.2.0",
     description="Train any LLM agent with reinforcement learning, in JAX",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -151,7 +151,7 @@ def test_installed_wheel_trains_shows_and_serves(wheel: Path, tmp_path: Path) ->
         assert "Traceback" not in done.stderr
         return done.stdout + done.stderr
 
-    assert output(command, "--version").startswith("lightning-jax 0.1.0, jax ")
+    assert output(command, "--version").startswith("lightning-jax 0.2.0, jax ")
     where, number = output(python, "-c", IMPORT_ALL).split()[-2:]
     assert Path(where).is_relative_to(environment) and int(number) > 200
     assert output(python, "-c", JETSTREAM).split()[-2:] == ["not_installed", "serve.orchestrator"]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from lightning_jax.models.policies import ALL, Policy, PolicyTable
 from lightning_jax.rl.choices import check_shape, choose
 from lightning_jax.rl.config import GROUP_BASELINES, AlgorithmConfig
 from lightning_jax.rl.credit import Credit, assign_credit, credit_at
@@ -297,3 +298,10 @@ def pair_signs(
         (float(sign),) * len(trajectory.transitions)
         for sign, trajectory in zip(signs, trajectories, strict=True)
     ]
+
+
+def learners(algorithm: AlgorithmConfig, policies: PolicyTable) -> tuple[Policy, ...]:
+    """Return the policies that learn from their own calls, or `ALL` if they learn jointly."""
+    if algorithm.policy_updates == "joint" or not policies.named:
+        return (ALL,)
+    return tuple(policy for policy in policies.named.values() if policy.trains)

@@ -10,8 +10,8 @@ calls to the common return, and the step has one set of token weights.
 from collections.abc import Mapping, Sequence
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.policies import ALL, SINGLE, Policy, PolicyTable
-from lightning_jax.rl.advantages import group_metrics, make_pairs, step_advantages
+from lightning_jax.models.policies import SINGLE, PolicyTable
+from lightning_jax.rl.advantages import group_metrics, learners, make_pairs, step_advantages
 from lightning_jax.rl.batches.batching import make_sequences
 from lightning_jax.rl.config import AlgorithmConfig
 from lightning_jax.rl.credit import assign_credit, drop_overlong, punish_overlong
@@ -88,13 +88,6 @@ def _failures_gain(
         if trajectory.is_failed
     ]
     return sum(value > 1e-9 for value in sums) / max(len(sums), 1)
-
-
-def learners(algorithm: AlgorithmConfig, policies: PolicyTable) -> tuple[Policy, ...]:
-    """Return the policies that learn from their own calls, or `ALL` if they learn jointly."""
-    if algorithm.policy_updates == "joint" or not policies.named:
-        return (ALL,)
-    return tuple(policy for policy in policies.named.values() if policy.trains)
 
 
 def prepare_policies(

@@ -6,10 +6,15 @@ They are not stored. They match the trainer's as long as the run's settings are 
 from collections.abc import Sequence
 
 from lightning_jax.models.policies import SINGLE, PolicyTable
-from lightning_jax.rl.advantages import equal_groups, make_pairs, pair_signs, step_advantages
+from lightning_jax.rl.advantages import (
+    equal_groups,
+    learners,
+    make_pairs,
+    pair_signs,
+    step_advantages,
+)
 from lightning_jax.rl.config import AlgorithmConfig, is_custom
 from lightning_jax.rl.credit import CUT_SHORT, assign_credit, punish_overlong
-from lightning_jax.rl.prepare import learners
 from lightning_jax.rl.token_weights import drop_stale
 from lightning_jax.studio.records import CallCredit, StepCredit
 from lightning_jax.types import FINISHED, Rollout, Trajectory

@@ -192,13 +192,13 @@ async def test_an_agent_that_loops_for_ever_is_ended() -> None:
 @pytest.mark.parametrize(
     ("script", "error", "text"),
     [
-        ([query("a"), ("cut", "<answer>Univ")], ModelBehaviorError, ""),
+        ([query("a"), ("cut", "<answer>Univ")], ModelBehaviorError, None),
         ([("browse", "{}")], ModelBehaviorError, "browse"),  # no such tool
         ([query("a"), 500], openai.InternalServerError, "scripted failure"),
     ],
 )
 async def test_the_rollout_ends_with_a_reason(
-    script: list[Any], error: type[Exception], text: str
+    script: list[Any], error: type[Exception], text: str | None
 ) -> None:
     async with serving(script) as (_, _, task, llm):
         with pytest.raises(error, match=text):

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from lightning_jax.models.policies import ALL, SINGLE, Policy, PolicyTable
+from lightning_jax.rl.advantages import learners
 from lightning_jax.rl.config import AlgorithmConfig
-from lightning_jax.rl.prepare import learners, prepare_policies, prepare_step
+from lightning_jax.rl.prepare import prepare_policies, prepare_step
 from lightning_jax.testing.records import trajectory, transition
 from lightning_jax.types import Trajectory, Transition
 

@@ -306,7 +306,7 @@ async def test_long_parts_of_a_stream_are_written_in_a_thread(
     short = {"model": "policy", "input": "hi", "stream": True, "max_output_tokens": 2}
     alternatives = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
     begins_long = {"metadata": {"k": "x" * INLINE_BYTES}}
-    ends_long = alternatives | {"max_output_tokens": 40}
+    ends_long = alternatives | {"max_output_tokens": 40, "ignore_eos": True}
     found = []
     for more in ({}, begins_long, ends_long):
         headers = {"Authorization": "Bearer right-key"}
