@@ -93,7 +93,7 @@ def test_step_takes_one_array(traffic: Traffic) -> None:
     assert traffic.per_step == 1
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="17 to 26 arrays today")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="17 to 29 arrays today")
 def test_admission_takes_at_most_one_array(traffic: Traffic) -> None:
     assert traffic.per_admission <= 1
 
@@ -104,7 +104,7 @@ def test_step_reads_one_array(traffic: Traffic) -> None:
 
 
 def test_copies_are_no_more_than_before(traffic: Traffic) -> None:
-    # 8 to activate, 4 each to restore and to prefill, 1 to retire, and 4 for each page stored: 4
-    # requests store 8 or 9, by the turns in which they are admitted.
-    assert traffic.per_admission <= 26
+    # 8 to activate, 4 each to restore and to prefill, 1 to retire, and 4 for each page stored, of
+    # which a request stores up to 3.
+    assert traffic.per_admission <= 29
     assert traffic.num_read <= 4 * traffic.num_steps

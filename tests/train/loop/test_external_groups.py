@@ -296,15 +296,15 @@ async def test_end_without_a_reward_uses_the_posted_one(tmp_path: Path) -> None:
 async def test_idle_rollout_expires_and_frees_its_place(
     tmp_path: Path, posted: float | None
 ) -> None:
-    async with _serving(_config(tmp_path, idle_s=0.3, tasks_per_step=1)) as (groups, product):
+    async with _serving(_config(tmp_path, idle_s=1.0, tasks_per_step=1)) as (groups, product):
         taking = await _taking(groups, 0, 1)
         left = await product.open(task={"id": "x"})
         for _ in range(4):  # requests keep it open for longer than idle_s
             await product.answer(left)
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.3)
         if posted is not None:
             await product.post(f"{left['base_url']}/reward", {"reward": posted})
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.5)
         assert (await product.end(left, reward=1.0, expected=404))["code"] == "rollout_not_found"
         served = [await product.serve(task={"id": "x"}) for _ in range(2 - (posted is not None))]
         (group,) = await taking
