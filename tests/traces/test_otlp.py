@@ -131,6 +131,8 @@ def test_long_values_read_alike_in_both_encodings() -> None:
         (b"\x0a\x05", "malformed"),  # a field that ends after the body
         (b"\x0a" + b"\xff" * 12, "malformed"),  # a length that does not end
         (b"\x0b", "malformed"),  # a group
+        (b"\x0a\x00" * (otlp.MAX_TAGS + 1), "malformed"),  # millions of resources
+        (b"\x92\x00\x00" * (otlp.MAX_TAGS + 1), "malformed"),  # and of scopes, in long form
         ({"resourceSpans": 3}, "malformed"),
         ({"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xyz"}]}]}]}, "malformed"),
         (_request(trace_id=b"short"), "wrong_length"),
