@@ -29,7 +29,7 @@ PREFILL_BUCKETS = (32, 128, 512)
 LOOPS = ("native", "jetstream")
 Orchestrator = Annotated[
     str,
-    PathKind.FUNCTION,
+    PathKind.CLASS,
     expect(lambda x: x in LOOPS or ":" in x, "native, jetstream or FILE:CLASS", "unknown"),
 ]
 

@@ -17,6 +17,7 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.settings.loading import ModelServer
 from lightning_jax.settings.schema import (
     PLAIN_URL,
+    ClassRef,
     Count,
     Finite,
     FiniteNonNegative,
@@ -152,7 +153,7 @@ class RolloutConfig(Section):
     ahead: Natural = 0
     """Groups beyond a step's that may run while the trainer works, which uses samples of older
     weights. 0: rollouts and updates take turns."""
-    source: FunctionRef | None = None
+    source: ClassRef | None = None
     """FILE:CLASS that decides which groups begin and which a step trains on; see
     docs/howto/change_scheduling.md. None: in order."""
     concurrency: Count = 16

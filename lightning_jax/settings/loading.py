@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from lightning_jax.errors import UserError
 from lightning_jax.settings.errors import ConfigError
 from lightning_jax.settings.paths import file_of
-from lightning_jax.settings.schema import Rule, Section, section
+from lightning_jax.settings.schema import PathKind, Rule, Section, section
 
 _loaded: dict[str, ModuleType] = {}  # modules by path and modification time
 Item = TypeVar("Item")
@@ -42,12 +42,12 @@ def load_function(reference: str) -> Callable[..., Any]:
         _loaded[state] = _load_module(file, state)
     function = getattr(_loaded[state], name, None)
     if not callable(function):
-        raise _no_such_function(reference, path, name)
+        raise _no_such_name(reference, path, name)
     return function
 
 
-def check_reference(reference: str) -> None:
-    """Raise ConfigError if `FILE:FUNCTION` names no file, or no name in it.
+def check_reference(reference: str, kind: PathKind = PathKind.FUNCTION) -> None:
+    """Raise ConfigError if FILE:FUNCTION or FILE:CLASS names no file, or no name in it.
 
     Reads the file without running it, because it may import anything. `load_function` finds the
     rest.
@@ -55,14 +55,14 @@ def check_reference(reference: str) -> None:
     path, _, name = reference.rpartition(":")
     if file_of(reference) is None:
         return
-    file = _existing_file(reference, path)
+    file = _existing_file(reference, path, kind)
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # perhaps of another Python, for agent.python
         return
     names = {name for node in ast.walk(tree) for name in _bound_names(node)}
     if not names & {name, "*", "__getattr__", "globals"}:
-        raise _no_such_function(reference, path, name)
+        raise _no_such_name(reference, path, name, kind)
 
 
 def find_program(program: str, key: str) -> str:
@@ -139,19 +139,21 @@ class ModelServer(Section):
         )
 
 
-def _existing_file(reference: str, path: str) -> Path:
+def _existing_file(reference: str, path: str, kind: PathKind = PathKind.FUNCTION) -> Path:
     if not Path(path).is_file():
         raise ConfigError.not_found(
             path,
-            f"{reference!r} names the file {path!r}, which does not exist; use FILE:FUNCTION with "
+            f"{reference!r} names the file {path!r}, which does not exist; use {kind.value} with "
             "a path relative to the config file, or to the working directory in key=value.",
         )
     return Path(path)
 
 
-def _no_such_function(reference: str, path: str, name: str) -> ConfigError:
+def _no_such_name(
+    reference: str, path: str, name: str, kind: PathKind = PathKind.FUNCTION
+) -> ConfigError:
     return ConfigError(
-        f"{reference!r} names {name!r}, but {path} has no such function.",
+        f"{reference!r} names {name!r}, but {path} has no such {kind.name.lower()}.",
         reason="no_such_function",
         key=name,
     )

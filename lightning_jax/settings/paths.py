@@ -71,7 +71,7 @@ def _mapped(value: Any, kind: PathKind, change: Change) -> Any:
         return _mapped_command(value, change)
     if not isinstance(value, str) or value.startswith("${"):  # from another setting
         return value
-    if kind is PathKind.FUNCTION:
+    if kind.is_reference:
         file = file_of(value)
         return value if file is None else change(file) + value[len(file) :]
     if kind is PathKind.PROGRAM:

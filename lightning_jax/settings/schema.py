@@ -60,9 +60,15 @@ class PathKind(Enum):
     """Form in which a setting names a file. `settings/paths.py` reads it."""
 
     FUNCTION = "FILE:FUNCTION"
+    CLASS = "FILE:CLASS"
     PROGRAM = "a program; a path if it has a slash"
     NAME = "a file or folder if there is one, else a name"
     COMMAND = "a program and its arguments"
+
+    @property
+    def is_reference(self) -> bool:
+        """True for a file and a name in it."""
+        return self in (PathKind.FUNCTION, PathKind.CLASS)
 
 
 def expect(holds: Callable[[Any], object], expected: str, reason: str = "invalid") -> Any:
@@ -89,6 +95,11 @@ FunctionRef = Annotated[
     str,
     PathKind.FUNCTION,
     expect(lambda text: ":" in text, "FILE:FUNCTION, such as agent.py:run"),
+]
+ClassRef = Annotated[
+    str,
+    PathKind.CLASS,
+    expect(lambda text: ":" in text, "FILE:CLASS, such as mine.py:Mine"),
 ]
 ProgramPath = Annotated[str, PathKind.PROGRAM]
 PathOrName = Annotated[str, PathKind.NAME]

@@ -27,6 +27,7 @@ from lightning_jax.rollouts.config import (
     reward_rules,
 )
 from lightning_jax.settings.schema import (
+    ClassRef,
     Count,
     FunctionRef,
     Natural,
@@ -109,7 +110,7 @@ class CheckpointConfig(Section):
 SINK_NAMES = ("jsonl", "tensorboard", "wandb", "mlflow", "trackio")
 SinkRef = Annotated[
     str,
-    PathKind.FUNCTION,
+    PathKind.CLASS,
     expect(
         lambda name: name in SINK_NAMES or ":" in name,
         f"{', '.join(SINK_NAMES)} or FILE:CLASS",
@@ -327,7 +328,7 @@ class Config(Section):
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    hooks: list[FunctionRef] = field(default_factory=list)
+    hooks: list[ClassRef] = field(default_factory=list)
     """FILE:CLASS of subclasses of Hook, which take part in each step; see
     docs/howto/add_a_hook.md."""
     mesh: MeshConfig = field(default_factory=MeshConfig)

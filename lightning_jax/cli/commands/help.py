@@ -95,7 +95,7 @@ def _files(config: "Section") -> Iterator[tuple[str, Any]]:
     from lightning_jax.settings.schema import PathKind
 
     for key, kind, value in named_files(config):
-        is_known = kind is PathKind.FUNCTION and ":" not in str(value)
+        is_known = kind.is_reference and ":" not in str(value)
         if not is_known and key != "model.name":
             yield key, " ".join(value) if kind is PathKind.COMMAND else value
 

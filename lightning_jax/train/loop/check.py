@@ -83,8 +83,8 @@ def check_files(config: Config) -> None:
     has_other_workers = config.agent.remote_workers or config.cluster.workers > 0
     needs_program = bool(config.agent.workers) or not has_other_workers
     for key, kind, value in named_files(config):
-        if kind is PathKind.FUNCTION and isinstance(value, str) and ":" in value:
-            check_reference(value)
+        if kind.is_reference and isinstance(value, str) and ":" in value:
+            check_reference(value, kind)
         if kind is PathKind.PROGRAM and needs_program:
             find_program(value, key)
         if kind is PathKind.COMMAND and needs_program:

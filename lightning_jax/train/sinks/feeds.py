@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_jax.settings import ConfigError, flatten, read_saved
 from lightning_jax.settings.loading import check_reference, is_installed, load_function
+from lightning_jax.settings.schema import PathKind
 from lightning_jax.system.files import write_whole
 from lightning_jax.train.config import MetricsConfig
 from lightning_jax.train.directory import SETTINGS, SINKS_OPENED
@@ -174,7 +175,7 @@ def check_sinks(names: Sequence[str]) -> None:
     """Raise ConfigError for the first sink whose package or file is missing. Imports none."""
     for name in names:
         if _is_user_sink(name):
-            check_reference(name)
+            check_reference(name, PathKind.CLASS)
         if name in SINKS and not is_installed(name):
             raise ConfigError.not_installed(
                 "metrics.sinks",
