@@ -119,11 +119,11 @@ class SpanFile(StoreFile):
         self._in_group = False  # under the lock
         self._thread = GroupThread(self._run_group)
         try:
-            rows = [] if read_only else self._rows("SELECT MAX(sequence) FROM spans")
+            highest = None if read_only else self._one("SELECT MAX(sequence) FROM spans")
         except BaseException:
             self._db.close()
             raise
-        self._sequence = itertools.count(1 + max((highest or 0 for (highest,) in rows), default=0))
+        self._sequence = itertools.count(1 + (highest or 0))
 
     def close(self) -> None:
         """Close the connection after the pending `in_order` and `record` calls.

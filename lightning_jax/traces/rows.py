@@ -126,7 +126,7 @@ def as_span(row: Row) -> Span:
 @functools.cache
 def add_spans(number: int) -> str:
     """Return a statement that adds this many spans, all or none."""
-    rows = ", ".join([f"({', '.join('?' * 10)})"] * number)
+    rows = ", ".join([f"({marks(range(10))})"] * number)
     return f"INSERT INTO spans ({SPAN_COLUMNS}, rollout_id) VALUES {rows}"
 
 
