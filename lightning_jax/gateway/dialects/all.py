@@ -37,7 +37,7 @@ def read_request(body: Mapping[str, Any], dialect_name: str = "") -> PolicyReque
     """
     name = dialect_name or next((MARKS[mark] for mark in MARKS if mark in body), "")
     body = {"max_tokens": 1, **body}
-    requests = [_read(dialect, body) for dialect in DIALECTS if dialect.name == name]
+    requests = (_read(dialect, body) for dialect in DIALECTS if dialect.name == name)
     return next((r for r in requests if r and (r.messages or r.prompts)), None)
 
 
