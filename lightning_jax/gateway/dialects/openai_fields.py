@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
@@ -125,10 +126,8 @@ def _tool_choice(choice: Any, *, nests: bool = False) -> ToolChoice | None:
     raise PydanticCustomError("unknown", "expected auto, none, required or named functions")
 
 
-ToolChoiceField = Annotated[ToolChoice | None, PlainValidator(lambda v: _tool_choice(v))]
-NestedToolChoice = Annotated[
-    ToolChoice | None, PlainValidator(lambda v: _tool_choice(v, nests=True))
-]
+ToolChoiceField = Annotated[ToolChoice | None, PlainValidator(_tool_choice)]
+NestedToolChoice = Annotated[ToolChoice | None, PlainValidator(partial(_tool_choice, nests=True))]
 
 
 class Format(Fields):
