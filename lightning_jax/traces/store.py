@@ -352,7 +352,7 @@ class Store(SpanFile):
 
 
 class TemporaryStore(Store):
-    """Store in a directory of its own. `close` deletes the directory, at the latest at exit."""
+    """Store in a directory of its own, which is deleted by `close` or when the process exits."""
 
     def __init__(self) -> None:
         directory = Path(tempfile.mkdtemp(prefix="lightning_jax-"))
