@@ -76,9 +76,9 @@ def has_surrogates(value: Any) -> bool:
 
 
 def json_items(value: Any) -> Iterator[Any]:
-    """Yield a JSON value, and the names and values in it.
+    """Yield a JSON value and all names and values in it.
 
-    What is in an item is looked at once the caller asks for the next one.
+    An item is expanded only when the caller asks for the next one, so a caller can stop early.
     """
     items = [value]
     while items:

@@ -1,4 +1,4 @@
-"""Spans of a store's file, written in groups: all that wait when the store's thread is free.
+"""Spans of a store's file. All spans that wait when its thread is free are written as one group.
 
 Each commit, and each statement, hands the interpreter lock over several times.
 """
@@ -119,11 +119,11 @@ class SpanFile(StoreFile):
         self._in_group = False  # under the lock
         self._thread = GroupThread(self._run_group)
         try:
-            rows = [] if read_only else self._rows("SELECT MAX(sequence) FROM spans")
+            highest = None if read_only else self._one("SELECT MAX(sequence) FROM spans")
         except BaseException:
             self._db.close()
             raise
-        self._sequence = itertools.count(1 + max((highest or 0 for (highest,) in rows), default=0))
+        self._sequence = itertools.count(1 + (highest or 0))
 
     def close(self) -> None:
         """Close the connection after the pending `in_order` and `record` calls.
@@ -144,7 +144,7 @@ class SpanFile(StoreFile):
     async def record(self, rollout_id: str | None, *spans: Span) -> None:
         """Add spans like `add_span`, on the store's own thread. Return once they are committed.
 
-        Spans are written before the functions of `in_order` that wait beside them.
+        Waiting spans are written before waiting functions of `in_order`.
         """
         await self._grouped(rollout_id=rollout_id, spans=spans)
 

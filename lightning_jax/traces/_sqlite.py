@@ -124,6 +124,10 @@ class StoreFile:
         with self._lock, one_sentence(self.path):
             return self._db.execute(query, values).fetchall()
 
+    def _one(self, query: str, *values: object) -> Any:
+        """Return the first value of a query, or None if it has no row."""
+        return next((row[0] for row in self._rows(query, *values)), None)
+
 
 def open_file(path: Path, *, read_only: bool) -> sqlite3.Connection:
     """Return a connection that any thread may use.

@@ -16,6 +16,7 @@ ORDERS: dict[Order, str] = {
     "worst": "AVG(reward) IS NULL, AVG(reward), group_id",
     "spread": "MAX(reward) - MIN(reward) DESC, group_id",
 }
+NEWEST_STEP_FIRST = "ORDER BY step DESC, phase DESC, group_id, place, attempt"
 RECENT = 5000  # newest rollouts in which running ones are searched
 SEARCHED = ("rollout_id", "task_id", "task", "reason", "detail", "reasons")  # columns with texts
 
@@ -83,7 +84,7 @@ class StoreListing(StoreFile):
 
     def started_s(self) -> float | None:
         """Return when the first weights began to serve, in seconds since the epoch."""
-        return self._rows("SELECT MIN(time) FROM weights_versions")[0][0]
+        return self._one("SELECT MIN(time) FROM weights_versions")
 
     def steps(self, phase: str) -> list[int]:
         """Return the steps that have rollouts of the phase, oldest first."""
@@ -95,7 +96,7 @@ class StoreListing(StoreFile):
         where, values = filter_.where()
         rows = self._rows(
             f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE {where} "
-            "ORDER BY step DESC, phase DESC, group_id, place, attempt LIMIT ? OFFSET ?",
+            f"{NEWEST_STEP_FIRST} LIMIT ? OFFSET ?",
             *(*values, limit, offset),
         )
         return [as_rollout(row) for row in rows]
@@ -106,8 +107,7 @@ class StoreListing(StoreFile):
         Reading the pages of a long list by their offset sorts the whole list for each page.
         """
         where, values = filter_.where()
-        order = "ORDER BY step DESC, phase DESC, group_id, place, attempt"
-        rows = self._rows(f"SELECT rowid FROM rollouts WHERE {where} {order}", *values)
+        rows = self._rows(f"SELECT rowid FROM rollouts WHERE {where} {NEWEST_STEP_FIRST}", *values)
         return [key for (key,) in rows]
 
     def by_keys(self, keys: Sequence[int]) -> list[Rollout]:
@@ -138,7 +138,7 @@ class StoreListing(StoreFile):
     def number(self, filter_: Filter) -> int:
         """Return the number of matching rollouts."""
         where, values = filter_.where()
-        return self._rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", *values)[0][0]
+        return self._one(f"SELECT COUNT(*) FROM rollouts WHERE {where}", *values)
 
     def groups(
         self, filter_: Filter, order: Order, *, limit: int, offset: int = 0
@@ -157,7 +157,7 @@ class StoreListing(StoreFile):
         """Return the number of groups of the matching rollouts."""
         where, values = filter_.where()
         query = f"SELECT COUNT(DISTINCT group_id) FROM rollouts WHERE {where}"
-        return self._rows(query, *values)[0][0]
+        return self._one(query, *values)
 
     def failures(self) -> list[tuple[str, str, int, str, str | None]]:
         """Return (status, reason, number, newest example, its detail), most frequent first."""

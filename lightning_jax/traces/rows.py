@@ -61,23 +61,23 @@ def as_rollout(row: Row) -> Rollout:
 
 
 def is_unnamed(task: Mapping[str, Any]) -> bool:
-    """Return True if a task has no id. Tables write a missing one as null, NaN or ""."""
+    """Return True if a task has no id. Tables write a missing id as null, NaN or ""."""
     name = task.get("id")
     return name is None or name == "" or name != name
 
 
 def free_name(name: str, names: Container[str]) -> str:
-    """Return the name, with + behind it as often as it takes to differ from these."""
+    """Return the name, with a + appended until it differs from all of `names`."""
     while name in names:
         name += "+"
     return name
 
 
 def shorten_task(task: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of a task other than its id. Anything but a text is written as JSON.
+    """Return the fields of a task other than its id. Values other than strings become JSON.
 
-    A text longer than MAX_FIELD_CHARS, and fields beyond MAX_FIELDS, are cut; the number of
-    characters or fields left out is in their place.
+    Strings are cut at MAX_FIELD_CHARS and fields at MAX_FIELDS. The number of omitted characters or
+    fields stands in their place.
     """
     fields = {}
     for name, value in task.items():
@@ -126,7 +126,7 @@ def as_span(row: Row) -> Span:
 @functools.cache
 def add_spans(number: int) -> str:
     """Return a statement that adds this many spans, all or none."""
-    rows = ", ".join([f"({', '.join('?' * 10)})"] * number)
+    rows = ", ".join([f"({marks(range(10))})"] * number)
     return f"INSERT INTO spans ({SPAN_COLUMNS}, rollout_id) VALUES {rows}"
 
 

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.traces._spans import SpanFile
@@ -79,10 +78,6 @@ class Store(SpanFile):
         """Run a statement, and return the number of rows that it changed."""
         with self._transaction() as db:
             return db.execute(query, values).rowcount
-
-    def _one(self, query: str, *values: object) -> Any:
-        """Return the first value of a query, or None if it has no row."""
-        return next((row[0] for row in self._rows(query, *values)), None)
 
     # Rollouts
 
@@ -357,7 +352,7 @@ class Store(SpanFile):
 
 
 class TemporaryStore(Store):
-    """Store in a directory of its own. `close` deletes the directory, at the latest at exit."""
+    """Store in a directory of its own, which is deleted by `close` or when the process exits."""
 
     def __init__(self) -> None:
         directory = Path(tempfile.mkdtemp(prefix="lightning_jax-"))

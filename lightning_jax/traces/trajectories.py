@@ -75,7 +75,7 @@ class TraceReader:
     def read(self, store: Store, rollouts: Sequence[Rollout]) -> "Reading":
         """Return what the spans of the rollouts say.
 
-        A rollout that its agent failed returns at most what the worst scored one does.
+        The return of a rollout that its agent failed is at most the lowest return of a scored one.
         """
         reading, trajectories = Reading(self), list[Trajectory]()
         judged, dropped = reading.rollouts, reading.dropped
@@ -115,9 +115,9 @@ class TraceReader:
 
 
 class Reading:
-    """Rollouts as judged, trajectories of those with a reward, and counts.
+    """Judged rollouts, trajectories of rollouts with a reward, and counts.
 
-    A name that nothing used has the count 0.
+    Rules, roles and policies that nothing used have the count 0.
     """
 
     def __init__(self, reader: TraceReader) -> None:

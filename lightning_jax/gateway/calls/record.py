@@ -1,4 +1,4 @@
-"""Record of a call: its spans, from their begin to their end, or the error that ended it."""
+"""Record of a call: its spans, from start to end, or the error that ended it."""
 
 import asyncio
 import json
@@ -89,7 +89,7 @@ class Call(RoutedCall):
         return self.request.id_prefix + self.token
 
     def reply_context(self, tokenizer: Tokenizer) -> ReplyContext:
-        """Return what a reply to the call has to know, apart from its request."""
+        """Return the context for a reply to the call."""
         prompts = tuple(choice.prompt_ids for choice in self.choices)
         return ReplyContext(
             self.token, int(time.time()), prompts, tokenizer, self.request.num_choices
@@ -177,7 +177,7 @@ class Call(RoutedCall):
 
 @dataclass(frozen=True)
 class Recorder:
-    """Writer of the spans of calls into the store, if there is one."""
+    """Writer of calls' spans to the store. Without a store, spans are discarded."""
 
     store: SpanSink | None
     owners: Owners

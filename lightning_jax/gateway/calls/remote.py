@@ -225,7 +225,8 @@ def _checked(model: str) -> str:
 class RemoteEngine:
     """Stand-in for the engine of a gateway that answers no calls itself.
 
-    Its `remote_routing` sends them away, or the samplers answer whose `counters` it has.
+    `remote_routing` forwards all calls, or samplers answer them, whose statistics `counters`
+    returns.
     """
 
     model_name: str

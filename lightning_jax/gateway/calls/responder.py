@@ -68,9 +68,9 @@ class Responder:
             raise ApiError(400, CONTEXT_LENGTH_EXCEEDED, str(error), param="messages") from error
 
     async def _answer(self, incoming: IncomingCall, running: RunningCall) -> tuple[Answer, ...]:
-        """Return one answer per choice, once the call is recorded.
+        """Return one answer per choice, once the call is recorded. Raise ApiError if it fails.
 
-        Only a call whose request is invalid is not recorded. Raise ApiError if it fails.
+        A call that fails after `_begin` is recorded too.
         """
         request, rollout = incoming.request, incoming.rollout
         number = self._check_number(request, rollout)
@@ -121,9 +121,9 @@ class Responder:
     async def _prompts(
         self, incoming: IncomingCall
     ) -> tuple[tuple[Rendered, ...], PromptTooLong | None]:
-        """Return the rendered prompts, or an empty one and the error of a prompt that is too long.
+        """Return the rendered prompts, or an empty one and the error if a prompt is too long.
 
-        That is recorded. Raise ApiError if the request is invalid.
+        A call with a prompt that is too long is recorded. Raise ApiError if the request is invalid.
         """
         request, rollout = incoming.request, incoming.rollout
         # It may continue a long saved conversation.

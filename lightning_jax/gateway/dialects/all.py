@@ -1,4 +1,4 @@
-"""All dialects that the gateway serves, and facts of requests in any of them."""
+"""All dialects that the gateway serves, and readers of requests in any of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,13 +31,14 @@ PATH = {"model": "", "method": ""}  # of Gemini's requests, which does not matte
 
 
 def read_request(body: Mapping[str, Any], dialect_name: str = "") -> PolicyRequest | None:
-    """Return the request in a body that another server took, without fields that a dialect refuses.
+    """Return the request in a body that another server accepted.
 
-    None if one of them holds a part of the prompt. Without a dialect, the fields suggest one.
+    Fields that the dialect refuses are left out. Return None if one of them holds part of the
+    prompt. Without a dialect name, the fields suggest a dialect.
     """
     name = dialect_name or next((MARKS[mark] for mark in MARKS if mark in body), "")
     body = {"max_tokens": 1, **body}
-    requests = [_read(dialect, body) for dialect in DIALECTS if dialect.name == name]
+    requests = (_read(dialect, body) for dialect in DIALECTS if dialect.name == name)
     return next((r for r in requests if r and (r.messages or r.prompts)), None)
 
 

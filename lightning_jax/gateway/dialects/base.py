@@ -163,9 +163,9 @@ class Reply(ABC):
         return self.context.prompt_tokens(), sampled
 
     def num_bytes(self, answers: Sequence[Answer], request_bytes: int) -> int:
-        """Return roughly the length of what a body with these answers says about tokens.
+        """Return the approximate size of the token data in a body with these answers.
 
-        Add that of the request, if the body repeats it.
+        If the body repeats the request, add the request's size.
         """
         request = self.request
         shows_prompt = request.prompts is not None or request.return_token_ids
@@ -293,7 +293,7 @@ def tool_call(name: str, arguments: dict[str, Any], call_id: str | None) -> Mess
 
 
 def text_blocks(content: Any) -> Any:
-    """Return content in blocks. A text is one of them."""
+    """Return content as a list of blocks. A string becomes one text block."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 

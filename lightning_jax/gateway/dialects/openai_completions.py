@@ -169,7 +169,7 @@ def _scored(ids: Sequence[int], scores: PromptScores) -> Chunk:
 
 
 def _columns(entries: list[dict[str, Any]], offsets: list[int]) -> dict[str, list[Any]]:
-    """Return entries as columns. The most likely tokens of each have the sampled one among them."""
+    """Return entries as columns. `top_logprobs` always includes the token itself."""
     return {
         "tokens": [entry["token"] for entry in entries],
         "token_logprobs": [entry["logprob"] for entry in entries],

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
@@ -105,7 +106,10 @@ def functions_of(tools: Tools | None) -> tuple[Function, ...]:
 
 
 def _tool_choice(choice: Any, *, nests: bool = False) -> ToolChoice | None:
-    """Return the choice in a field. With `nests`, what belongs to a type is in an object of it."""
+    """Return the choice in a field.
+
+    With `nests`, a type's fields are in an object named after the type, as in the chat API.
+    """
 
     def named(tool: Any) -> Any:
         function = tool.get("function") if nests and isinstance(tool, dict) else tool
@@ -125,10 +129,8 @@ def _tool_choice(choice: Any, *, nests: bool = False) -> ToolChoice | None:
     raise PydanticCustomError("unknown", "expected auto, none, required or named functions")
 
 
-ToolChoiceField = Annotated[ToolChoice | None, PlainValidator(lambda v: _tool_choice(v))]
-NestedToolChoice = Annotated[
-    ToolChoice | None, PlainValidator(lambda v: _tool_choice(v, nests=True))
-]
+ToolChoiceField = Annotated[ToolChoice | None, PlainValidator(_tool_choice)]
+NestedToolChoice = Annotated[ToolChoice | None, PlainValidator(partial(_tool_choice, nests=True))]
 
 
 class Format(Fields):
@@ -207,5 +209,5 @@ class ChoicesReply(Reply):
 
 
 def choice_of(index: int, **content: Any) -> dict[str, Any]:
-    """Return a choice that may get log-probabilities and an end."""
+    """Return a choice whose log-probabilities and finish reason are not set yet."""
     return {"index": index, **content, "logprobs": None, "finish_reason": None}

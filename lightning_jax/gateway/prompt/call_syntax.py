@@ -50,10 +50,11 @@ def _call(value: Any) -> tuple[str, str] | None:
 
 
 def read_arguments(arguments: Any) -> Any:
-    """Return a call's arguments as a value. Null and an empty text are none.
+    """Return a call's arguments as a value. Null and an empty string mean no arguments.
 
-    Some models and clients write the value as JSON text. The text itself is returned if it is not
-    JSON, nests too deep, or has more than MAX_VALUES names and values, as one that was cut off.
+    Some models and clients write the value as JSON text. Return the text itself if it is not JSON
+    (for example because it was cut off), nests too deep, or has more than MAX_VALUES names and
+    values.
     """
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
@@ -141,7 +142,7 @@ class JsonStrings:
 
 
 class ObjectScanner:
-    """Scanner of one JSON object that grows, and of the brace that closes the call around it."""
+    """Incremental scanner of one JSON object and the brace that closes the call around it."""
 
     def __init__(self) -> None:
         self._depth = 0

@@ -106,7 +106,7 @@ def _result(number: int) -> Message:
 
 
 def _ways(writing: Writing, **options: tuple[Any, ...]) -> list[Writing]:
-    """Return the writing with each combination of options. Those of the last one change first."""
+    """Return the writing with each combination of options. The last option varies fastest."""
     return [
         replace(writing, **dict(zip(options, values, strict=True)))
         for values in itertools.product(*options.values())

@@ -196,9 +196,9 @@ class OpenRollout:
 
     @contextmanager
     def responses(self, number: int) -> Iterator[None]:
-        """Count responses as in flight, with or without a listener.
+        """Count responses as in flight while the body runs, with or without a listener.
 
-        Raise ApiError if so many more would exceed the rollout's limits.
+        Raise ApiError if they would exceed the rollout's limits.
         """
         limit = self.limits.max_choices_per_rollout
         if self.choices_in_flight + number > limit:
@@ -219,9 +219,9 @@ class OpenRollout:
             self.choices_in_flight -= number
 
     def remember(self, call: AnsweredCall, answers: Sequence[Answer], prompt: Rendered) -> None:
-        """Remember an answered call: for rewards, and for later prompts that continue it.
+        """Remember an answered call for rewards and for later prompts that continue it.
 
-        `prompt` is the first prompt of its answers, whose tokens count once each.
+        `prompt` is the call's first prompt. The tokens of each distinct prompt count once.
         """
         self.answered[call.call_id] = call
         self.num_tokens += sum(map(len, {answer.prompt_ids for answer in answers}))

@@ -34,7 +34,7 @@ JOINABLE_S = 60.0
 TOKEN_BYTES = 1000  # memory for one token while its call is kept...
 ALTERNATIVE_BYTES = 110  # ...and for each alternative to it
 
-# Renders and answers a call. Tells the running call when the engine accepts it, and every piece.
+# Renders and answers a call. Reports the engine's acceptance and each piece to the running call.
 Work = Callable[["RunningCall"], Coroutine[Any, Any, tuple[Answer, ...]]]
 
 

@@ -53,14 +53,15 @@ class Waits:
         return Lost(self._past.total_s + more_s, self._past.latest_s + more_s)
 
     def add(self, *items: object) -> None:
-        """Add what waits: responses by their time limits, or other work."""
+        """Add items that wait: the time limits of responses, or other work."""
         self._waiting.update(items)
         self._measure()
 
     def begin(self, item: object, task: asyncio.Task | None = None) -> None:
         """Note that an item no longer waits, unless it was removed.
 
-        A response has its first token. `task` is that of its call, which ends once it is recorded.
+        A response begins with its first token. `task` is the task of its call, which ends once the
+        call is recorded.
         """
         if item not in self._waiting:
             return
@@ -71,7 +72,7 @@ class Waits:
             self._past = self._past._replace(latest_s=0.0)
 
     def remove(self, *items: object) -> None:
-        """Remove what has ended. Unknown items are allowed."""
+        """Remove items that have ended. Unknown items are allowed."""
         for item in items:
             self._waiting.discard(item)
             self._active.pop(item, None)
