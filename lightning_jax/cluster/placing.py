@@ -72,9 +72,9 @@ async def _create(
 
 
 async def end_actors(ray: Any, actors: Sequence[Any], timeout_s: float) -> None:
-    """Let processes stop their work, for at most this time, and end them.
+    """Ask processes to stop, wait for at most `timeout_s`, then kill them.
 
-    Whether they could stop does not matter.
+    Errors while they stop are ignored.
     """
     stopping = [result_of(actor.stop.remote()) for actor in actors]
     try:

@@ -167,10 +167,10 @@ class Samplers:
     # Weights. These methods are for any thread.
 
     def publish(self, params: Params | None, version: int, weights: int = 0) -> None:
-        """Let all samplers serve these as the weights with that index, and wait until they do.
+        """Send new weights to all samplers and wait until they serve them.
 
-        A sampler that cannot is replaced. With None the weights stay the same under the new
-        version.
+        `weights` is their index. A sampler that cannot load them is replaced. With None the weights
+        stay the same under the new version.
         """
         sent = None if params is None else copy_to_host(params, self._spec.dtype)
         ref = None if sent is None else self._ray.put(sent)
