@@ -132,7 +132,7 @@ def last_number(reply: str) -> re.Match[str] | None:
 
 
 def _readings(gold: re.Match[str], answer: re.Match[str]) -> Iterator[tuple[Fraction, Fraction]]:
-    """Yield (gold value, found value) as written, then with 25% as 0.25 if one is in percent."""
+    """Yield (gold value, answer's value) as written, then with 25% as 0.25 if one is in percent."""
     right, value = value_of(gold), value_of(answer)
     if right is None or value is None:
         return

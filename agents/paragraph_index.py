@@ -77,17 +77,17 @@ def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> Para
         raise SearchError(
             f"retriever is {retriever!r}; expected {' or '.join(RETRIEVERS)}.", reason="unknown"
         )
-    meta_of_index = {
+    expected = {
         "format": FORMAT,
         "corpus": corpus_digest(corpus),
         "retriever": retriever,
         "encoder": encoder if retriever == "dense" else None,
     }
     if not folder.exists():
-        _make(folder, read_corpus(corpus), meta_of_index)
+        _make(folder, read_corpus(corpus), expected)
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        different = [key for key in meta_of_index if meta.get(key) != meta_of_index[key]]
+        different = [key for key in expected if meta.get(key) != expected[key]]
     except (OSError, ValueError, AttributeError) as error:
         raise SearchError(
             f"index {folder} is not readable ({error}); delete it to rebuild it.",
@@ -96,7 +96,7 @@ def open_index(folder: Path, corpus: Path, retriever: str, encoder: str) -> Para
     if different:
         key = different[0]
         raise SearchError(
-            f"index {folder} was made for {key} {meta.get(key)}; expected {meta_of_index[key]} "
+            f"index {folder} was made for {key} {meta.get(key)}; expected {expected[key]} "
             f"(corpus {corpus}). Name another folder, or delete this one.",
             reason="mismatch",
             key=key,

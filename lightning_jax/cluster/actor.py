@@ -14,11 +14,11 @@ from typing import Any
 from lightning_jax.system.child_process import ChildProcess
 from lightning_jax.system.text import plain_handler
 
-KEPT_LINES = 40  # of what a process of the trainer printed last
+KEPT_LINES = 40  # the last ones that a process of the trainer printed
 
 
 class ClusterProcess:
-    """Process in a cluster, which says where it is.
+    """Process in a cluster that reports its address.
 
     Its settings are named `cluster.{kind}s` and `cluster.{kind}_resources`.
     """
@@ -26,11 +26,11 @@ class ClusterProcess:
     kind: str
 
     async def ping(self) -> str:
-        """Return the address of this machine at which the cluster's others reach it."""
+        """Return the address at which other machines of the cluster reach this one."""
         return importlib.import_module("ray").util.get_node_ip_address()
 
     async def stop(self) -> None:
-        """End the work that this process does."""
+        """Stop the work of this process."""
         raise NotImplementedError
 
 
@@ -53,7 +53,7 @@ class SamplerActor(ClusterProcess):
         versions: Sequence[int],
         *weights: Any,
     ) -> dict[str, float]:
-        """Build the sampler and start to serve. Return its counters.
+        """Build the sampler and start serving. Return its counters.
 
         `weights` has two entries for each policy: all its weights, and changed ones or None.
         """

@@ -72,11 +72,11 @@ async def _create(
 
 
 async def end_actors(ray: Any, actors: Sequence[Any], timeout_s: float) -> None:
-    """Let processes stop their work, for at most this time, and end them.
+    """Ask processes to stop, wait for at most `timeout_s`, then kill them.
 
-    Whether they could stop does not matter.
+    Errors while they stop are ignored.
     """
-    stopping = [asyncio.wrap_future(actor.stop.remote().future()) for actor in actors]
+    stopping = [result_of(actor.stop.remote()) for actor in actors]
     try:
         if stopping:
             await asyncio.wait(stopping, timeout=timeout_s)
@@ -88,9 +88,9 @@ async def end_actors(ray: Any, actors: Sequence[Any], timeout_s: float) -> None:
             ray.kill(actor)
 
 
-async def result_of(call: Any) -> Any:
-    """Return the result of a call to one of these processes."""
-    return await asyncio.wrap_future(call.future())
+def result_of(call: Any) -> asyncio.Future[Any]:
+    """Return the future result of a call to one of these processes."""
+    return asyncio.wrap_future(call.future())
 
 
 def last_line(error: BaseException) -> str:

@@ -49,9 +49,9 @@ class SamplerSpec:
 
 
 class Sampler(GatewayServer):
-    """Engines and their gateway, at which rollouts are opened.
+    """Engines with a gateway that opens rollouts.
 
-    Its spans wait in an outbox for the run.
+    Spans wait in an outbox until the run takes them.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Sampler(GatewayServer):
         first_sequence: int,
         weights: Sequence[tuple[int, Sequence[HostWeights]]],
     ) -> None:
-        """`weights` are those of the policies in the table of `spec.routing`, with versions."""
+        """`weights` has the version and the arrays for each index in `spec.routing.policies`."""
         self._spec = spec
         mesh = serving_mesh(spec.mesh_config(), MeshConfig())
         programs = make_programs(spec.config, spec.serve, dtype=spec.dtype, mesh=mesh)
@@ -86,7 +86,7 @@ class Sampler(GatewayServer):
         return LoadedModel(spec.name, spec.config, params_from_host(*sent), spec.tokenizer)
 
     async def start(self) -> dict[str, float]:
-        """Start to serve. Return the counters."""
+        """Start serving. Return the counters."""
         self._at_end.callback(self._engine.close)
         self._at_end.push_async_callback(self.gateway.close)
         self._at_end.callback(self._outbox.close)
@@ -95,7 +95,7 @@ class Sampler(GatewayServer):
         return self.gateway.stats()
 
     async def stop(self) -> None:
-        """Stop to serve."""
+        """Stop serving."""
         await self._at_end.aclose()
 
     async def close(self, rollout_id: str) -> Traffic:

@@ -167,10 +167,10 @@ class Samplers:
     # Weights. These methods are for any thread.
 
     def publish(self, params: Params | None, version: int, weights: int = 0) -> None:
-        """Let all samplers serve these as the weights with that index, and wait until they do.
+        """Send new weights to all samplers and wait until they serve them.
 
-        A sampler that cannot is replaced. With None the weights stay the same under the new
-        version.
+        `weights` is their index. A sampler that cannot load them is replaced. With None the weights
+        stay the same under the new version.
         """
         sent = None if params is None else copy_to_host(params, self._spec.dtype)
         ref = None if sent is None else self._ray.put(sent)
@@ -209,7 +209,7 @@ class Samplers:
         )
         try:
             with self._lock:
-                versions = [weights.version for weights in self._weights]
+                versions = [stored.version for stored in self._weights]
                 refs = [ref for stored in self._weights for ref in (stored.whole, stored.changed)]
             first = self._store.next_sequence()
             starting = actor.start.remote(self._spec, host, first, versions, *refs)
@@ -236,9 +236,9 @@ class Samplers:
         """Add a sampler with these weights, or return what it has to load first."""
         with self._lock:
             newer = [
-                (policy, weights.version, weights.changed or weights.whole)
-                for policy, weights in enumerate(self._weights)
-                if weights.version != versions[policy]
+                (policy, stored.version, stored.changed or stored.whole)
+                for policy, stored in enumerate(self._weights)
+                if stored.version != versions[policy]
             ]
             if not newer:
                 self._live[live.index] = live
@@ -321,7 +321,7 @@ class Samplers:
 
     async def _ask(self, live: ServingSampler, method: str, *arguments: Any) -> Any:
         """Return what a method of a sampler returns, or None if it is lost first."""
-        answer = asyncio.wrap_future(live.actor.call.remote(method, *arguments).future())
+        answer = result_of(live.actor.call.remote(method, *arguments))
         lost = asyncio.ensure_future(live.is_lost.wait())
         try:
             await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)

@@ -29,7 +29,7 @@ from lightning_jax.train.state.replica import Replica
 async def serve_by_samplers(
     config: Config, model: LoadedModel, store: Store, initial: HostWeights | None, replica: Replica
 ) -> AsyncIterator[Served]:
-    """Yield the servers of the weights in a train state, which samplers serve.
+    """Start samplers with the weights of a train state, and yield the servers of the run.
 
     `initial` are the weights from the start of the run, if a role asks for them.
     """
@@ -71,8 +71,8 @@ def _workers(
 ) -> tuple[OtherMachines | None, ServeConfig]:
     """Return the workers in a cluster, and the settings of a gateway that they reach.
 
-    A gateway of this machine alone gets the address at which the cluster reaches this machine, and
-    always has a key.
+    A gateway that listens on the loopback interface listens on the address of this machine in the
+    cluster instead, and always has a key.
     """
     if not cluster.workers:
         return None, serve

@@ -30,7 +30,6 @@ END_S = 30.0  # for the other processes to end after process 0
 BLAME_S = 30.0  # after an error, for Ray to notice the loss of the process that caused it
 POLL_S = 0.1
 
-
 # (process, address of process 0, address of the cluster) -> arguments of Python
 CommandLine = Callable[[int, str, str], Sequence[str]]
 
@@ -55,9 +54,9 @@ class ProcessExit:
 
 
 def find_cause(exits: Sequence[ProcessExit]) -> ProcessExit:
-    """Return the end that explains the others: a loss, else an error, else an abort of JAX.
+    """Return the exit that explains the others: a loss, else an error, else an abort of JAX.
 
-    Of equal ones it is the first, so pass them in their order. If none failed, it is process 0's.
+    Ties go to the first, so pass them in order. If no process failed, return the exit of process 0.
     """
 
     def rank(end: ProcessExit) -> int:
@@ -128,7 +127,7 @@ class Trainers:
         return last.status
 
     async def _train_once(self) -> ProcessExit:
-        """Run all processes until one ends, and return the end that explains the others."""
+        """Run all processes until one ends, and return the exit that explains the others."""
         async with self._started() as running:
             ends, waiting = list[ProcessExit](), set(running)
             while not any(end.index == 0 or end.status != 0 for end in ends):

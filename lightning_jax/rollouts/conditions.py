@@ -29,8 +29,8 @@ _COMPARE = {
 class Condition:
     """Parsed condition.
 
-    `names` are the values that it reads. `holds` returns whether it is true of some. A comparison
-    with an absent value is false.
+    `names` are the values that it reads, and `holds` evaluates it. Comparisons with a missing value
+    are false.
     """
 
     text: str
@@ -39,7 +39,7 @@ class Condition:
 
 
 def parse_condition(text: str, key: str = "--where") -> Condition:
-    """Return the condition. Raises ConfigError, with `key`, if it is not a valid one."""
+    """Return the parsed condition. Raises ConfigError, with `key`, if it is invalid."""
     try:
         if len(text) > MAX_CHARS:
             raise ValueError("too long")
@@ -56,7 +56,7 @@ def parse_condition(text: str, key: str = "--where") -> Condition:
 
 
 def _test(node: ast.expr, text: str) -> Callable[[Values], bool]:
-    """Return the function of a comparison, or of some joined with and, or and not.
+    """Return a function that evaluates comparisons joined with and, or and not.
 
     Raises ValueError for any other node.
     """
@@ -77,7 +77,7 @@ def _test(node: ast.expr, text: str) -> Callable[[Values], bool]:
 
 
 def _side(node: ast.expr) -> Callable[[Values], Value | None]:
-    """Return the function of a name, a number or a text. Raises ValueError for any other node."""
+    """Return a function that reads a name or a constant. Raises ValueError for any other node."""
     match node:
         case ast.Name(id=name):
             return lambda values: values.get(name)
@@ -91,7 +91,7 @@ def _side(node: ast.expr) -> Callable[[Values], Value | None]:
 def _compare(
     compare: Sequence[Callable[[Any, Any], bool]], values: Sequence[Value | None], text: str
 ) -> bool:
-    """Return whether each value and the next one compare. False if one is absent."""
+    """Return True if every comparison of neighbors holds, and False if a value is missing."""
     if None in values:
         return False
     for holds, first, second in zip(compare, values, values[1:], strict=False):

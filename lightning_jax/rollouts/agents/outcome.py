@@ -156,7 +156,7 @@ def with_posted(outcome: Outcome, posted: float | None, *, needs_reward: bool = 
 def final_outcome(
     outcome: Outcome, traffic: "Traffic", stalled_s: float, config: RolloutConfig
 ) -> Outcome:
-    """Return the outcome with the status that the gateway's knowledge of the calls implies.
+    """Return the outcome, corrected by what the gateway knows about the calls.
 
     A deadline is the server's fault if it starved the rollout. A failed agent earns
     `rollout.agent_failure_reward`.

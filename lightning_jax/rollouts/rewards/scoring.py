@@ -218,7 +218,7 @@ class RewardScorer:
 
 
 def _failed(rollout: Rollout, outcome: Outcome) -> Rollout:
-    """Return the rollout failed and without a reward, but with the agent's own numbers."""
+    """Return the rollout as failed, without a reward but with the agent's own metrics."""
     return replace(rollout, **outcome.fields | {"metrics": rollout.metrics}, components={})
 
 

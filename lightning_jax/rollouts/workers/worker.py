@@ -327,7 +327,7 @@ class Worker:
                 status, raw = answer.status, await answer.read()
             content = json.loads(raw) if status == 200 else _error_in(raw)
             if not isinstance(content, dict):
-                raise ValueError("it answers with something else than an object")
+                raise ValueError("it answers with something other than an object")
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise Unreachable(str(error) or type(error).__name__) from error
         if status == 200:
