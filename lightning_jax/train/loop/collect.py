@@ -35,7 +35,7 @@ from lightning_jax.types import FINISHED, Metrics, Rollout, Task, Trajectory
 
 
 class Collector:
-    """Source of each step's rollouts, of which the `hooks` of the run hear."""
+    """Source of each step's rollouts. It tells the `hooks` when phases begin and rollouts end."""
 
     def __init__(self, config: Config, pipelines: Pipelines, runner: Runner) -> None:
         self.config, self.pipelines, self.runner = config, pipelines, runner
@@ -142,7 +142,7 @@ class Collector:
         self._rollout_ended(self._sampling)
 
     def begin_phase(self, phase: str, num_rollouts: int = 0) -> None:
-        """Say to all hooks that a phase begins, which has this many rollouts."""
+        """Tell all hooks that a phase with this many rollouts begins."""
         for hook in self.hooks:
             hook.begin_phase(phase, num_rollouts)
 

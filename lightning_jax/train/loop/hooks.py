@@ -76,7 +76,7 @@ class UserHook(Hook):
     """
 
     def __init__(self, reference: str, config: Any) -> None:
-        """Make the hook with the settings. Raises ConfigError if the class is none of a hook."""
+        """Make the hook with the settings. Raises ConfigError if it is not a Hook."""
         self._reference = reference
         self._late_error: HookError | None = None
         make = load_function(reference)
