@@ -124,7 +124,7 @@ class MetricsConfig(Section):
     """Places that keep the metrics of a run. docs/howto/keep_metrics.md shows each."""
 
     sinks: list[SinkRef] = field(default_factory=lambda: ["jsonl"])
-    """Of jsonl, tensorboard, wandb, mlflow and trackio, or FILE:CLASS of yours; see
+    """Any of jsonl, tensorboard, wandb, mlflow and trackio, and FILE:CLASS of yours; see
     docs/howto/add_a_metric_sink.md. The file metrics.jsonl of the run directory is always written.
     Each other one needs the package of its name. One that fails never stops a run."""
     project: str = "lightning_jax"

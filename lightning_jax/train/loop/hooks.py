@@ -125,11 +125,14 @@ class UserHook(Hook):
             self._hook.after_step(step, dict(row))
 
     def close(self, status: Status) -> None:
-        """Close the hook. An error is only logged, as the run has ended."""
+        """Close the hook. Errors are only logged, as the run has ended."""
+        errors, self._late_error = [self._late_error], None
         try:
             with self._blamed("close"):
                 self._hook.close(status)
         except HookError as error:
+            errors.append(error)
+        for error in filter(None, errors):
             log.warning("%s", error, extra={"event": "hook_failed", "hook": self._reference})
 
     @contextmanager

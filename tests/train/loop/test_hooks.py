@@ -86,6 +86,9 @@ class Breaks(Hook):
     def after_step(self, step, row):
         self.fail("after_step", step)
 
+    def close(self, status):
+        Path(__file__).with_name("closed.txt").write_text(status)
+
 
 class Wrong(Hook):
     async def before_rollouts(self, step):
@@ -203,6 +206,17 @@ async def test_what_a_hook_returns_wrongly_is_refused(
     hook.close("finished")
     (record,) = records(caplog, "hook_failed")
     assert record.hook == f"{file}:Wrong"
+
+
+def test_a_hook_is_closed_after_an_error_that_came_last(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (file.parent / "breaks.txt").write_text("rollout_ended eval 2")
+    hook = UserHook(f"{file}:Breaks", Config())
+    hook.rollout_ended("eval 2")
+    hook.close("finished")
+    assert (file.parent / "closed.txt").read_text() == "finished"
+    assert len(records(caplog, "hook_failed")) == 1
 
 
 def test_a_class_that_is_no_hook_is_refused(file: Path) -> None:
