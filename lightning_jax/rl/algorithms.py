@@ -104,7 +104,6 @@ def dpo(**overrides: Any) -> AlgorithmConfig:
     return _with(overrides, loss="dpo")
 
 
-DOCSTRING = r"Return the settings of (.+) \((?:arXiv )?(.+)\)\."  # name, paper
 ALGORITHMS = (
     grpo_by_rollout, grpo, ppo_clip, dr_grpo, dapo, gspo, cispo, rloo, reinforce,
     reinforce_plus_plus, reinforce_plus_plus_baseline, decoupled_ppo, ppo, value_per_call,
