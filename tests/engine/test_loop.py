@@ -101,6 +101,7 @@ async def test_cancel_frees_the_slot_and_keeps_what_was_sampled(bench: Bench):
     cancelled = await running[0].result()
     assert cancelled.finish_reason == "cancelled" and 1 <= len(cancelled.token_ids) < 90
     await waiting.result()
+    assert bench.loop.stats()["serve/running"] > 0  # the others have not ended
     late = bench.loop.submit(bench.ids("v"), greedy(90))
     late.cancel()
     assert (await late.result()).finish_reason == "cancelled"

@@ -123,6 +123,12 @@ def test_engines_of_one_run_gather_once_and_read_nothing_on_the_host(
     engine.publish(params)
     assert host_reads == [] and len(gathered) == 1
     assert compiled == []  # reuses the first weights' program
+    (copy,) = gathered
+    for number, replica in enumerate(engine._loops):  # each has its part of the one copy
+        embedding = replica._inbox.weights["embed"]["embedding"]
+        assert embedding.devices() == {jax.devices()[number]}
+        shard = copy.params["embed"]["embedding"].addressable_shards[number].data
+        assert embedding.unsafe_buffer_pointer() == shard.unsafe_buffer_pointer()
     engine.close()
 
 
