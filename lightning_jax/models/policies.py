@@ -57,7 +57,10 @@ ALL = Policy()
 
 @dataclass(frozen=True)
 class PolicyTable:
-    """Rows of the policies of the settings, in order, or of the only one. Fixed rows follow."""
+    """Rows for the policies in the settings, in order, or one row for a run without a section.
+
+    Fixed rows follow.
+    """
 
     rows: tuple[Policy, ...] = (ALL,)
 

@@ -458,7 +458,10 @@ class Config(Section):
 
     @property
     def policy_table(self) -> PolicyTable:
-        """Who answers and learns. Fixed rows are initial weights, if asked for, and a teacher."""
+        """Table of the policies that answer and learn.
+
+        Fixed rows are the initial weights, if a setting asks for them, and a teacher.
+        """
         table = PolicyTable.of(self.policies, are_adapters=self.model.lora.rank > 0)
         if self.initial_users:
             table = table.with_fixed(INITIAL)

@@ -63,7 +63,7 @@ def row_of(state: Any, slot: int, length: int) -> Any:
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 33, 70])  # none, one and several chunks
-def test_prefill_and_decode_equal_onefull_pass(model, engine, length):
+def test_prefill_and_decode_equal_one_full_pass(model, engine, length):
     params = engine.put_on_mesh(model.params)
     ids = np.random.default_rng(length).integers(0, 256, length).tolist()
     sampling = SamplingParams(temperature=1.0)
