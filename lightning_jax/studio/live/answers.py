@@ -233,12 +233,13 @@ def earning_calls(attempts: Mapping[str, RolloutView]) -> dict[str, list[CallVie
     read the same in attempts with different rewards, such as a verdict at the end, add as many
     earlier calls as it takes until they differ.
     """
-    choices = [
-        {name: _last_calls(view, number) for name, view in attempts.items()}
-        for number in range(1, MAX_CALLS + 1)
-    ]
+
+    def choose(number: int) -> dict[str, list[CallView]]:
+        return {name: _last_calls(view, number) for name, view in attempts.items()}
+
+    choices = map(choose, range(1, MAX_CALLS + 1))
     clear = (chosen for chosen in choices if not _is_ambiguous(chosen, attempts))
-    return next(clear, choices[0])
+    return next(clear, None) or choose(1)
 
 
 def _last_calls(view: RolloutView, number: int) -> list[CallView]:
