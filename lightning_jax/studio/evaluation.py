@@ -203,7 +203,9 @@ def evaluation_table(parts: Mapping[str, Sequence[Rollout]], calls: Mapping[str,
         if "eval/reward_mean" in row:
             reward = f"{row['eval/reward_mean']:.3f} ± {row['eval/reward_stderr']:.3f}"
         cells = (
-            *(f"{row['eval/num_tasks']:.0f}", reward, f"{num_failed:.0f}"),
+            f"{row['eval/num_tasks']:.0f}",
+            reward,
+            f"{num_failed:.0f}",
             f"{no_call_share(parts[part], calls):.0%}",
             f"{number / max(len(parts[part]), 1):.1f}",
             "" if share is None else f"{share:.0%}",

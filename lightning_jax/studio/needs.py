@@ -55,14 +55,13 @@ def usage_of(
         ends = max((span.end_ns for span in spans), default=0)
         rollout_s = max(rollout_s, (ends - min(starts, default=ends)) / 1e9)
         has_deadline |= done.reason == DEADLINE
+    limits = [call.agent_limit for call in calls]
     return Usage(
         num_calls=sum(call.is_whole for call in calls),
         prompt_tokens=max((call.prompt for call in calls), default=0),
         reply_tokens=max((call.reply for call in calls), default=0),
         cut_tokens=max((call.reply for call in calls if call.is_cut), default=0),
-        asked_tokens=max(limits)
-        if (limits := [c.agent_limit for c in calls]) and all(limits)
-        else 0,
+        asked_tokens=max(limits, default=0) if all(limits) else 0,
         call_s=max((call.seconds for call in calls), default=0.0),
         rollout_s=0.0 if is_remote_policy else rollout_s,
         has_call_timeout=any(call.has_timed_out for call in calls),
