@@ -95,7 +95,7 @@ def _python_details() -> str:
     """Return a directive of mkdocstrings for each public name."""
     blocks = ["\n## Details\n"]
     for name, (module, attribute) in lj._NAMES.items():
-        is_function = name == "train"  # which the room of that name calls
+        is_function = name == "train"  # `lj.train` is the room, which calls it
         path = "lightning_jax.train.loop.trainer.train" if is_function else f"{module}.{attribute}"
         blocks.append(f"::: {path}\n")
     return "\n".join(blocks)

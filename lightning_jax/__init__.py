@@ -10,7 +10,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-# Module and name there of each public name.
+# Public name: the module that defines it, and its name in that module.
 _NAMES = {
     alias.asname: (node.module, alias.name)
     for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text("utf-8")).body
@@ -18,7 +18,7 @@ _NAMES = {
     for alias in node.names
     if alias.asname
 }
-_NAMES["train"] = (__name__, "train")  # the room, which can be called as the function
+_NAMES["train"] = (__name__, "train")  # the room, which is called like the function
 __all__ = list(_NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -57,5 +57,5 @@ from lightning_jax.rl.sequence import TrainingSequence as TrainingSequence
 from lightning_jax.errors import UserError as UserError
 from lightning_jax.settings import ConfigError as ConfigError
 
-# A name that is another one where it is defined is only public if it is listed here.
+# Type checkers take a renamed import for private unless it is listed here.
 __all__ = ["add_adapters", "merge_adapters", "plan", "prepare"]

@@ -7,7 +7,7 @@ Error = TypeVar("Error", bound="Coded")
 
 
 class Reason:
-    """Constructor of errors whose reason is the name that it has in their class.
+    """Class attribute that makes errors with its own name as their reason.
 
     `ConfigError.missing("data.root", text)` is an error with `text` as its message, the reason
     "missing" and the key "data.root".

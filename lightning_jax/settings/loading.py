@@ -108,7 +108,7 @@ def import_optional(module: str, requirement: str) -> ModuleType:
 
 @section
 class ModelServer(Section):
-    """Model that an OpenAI-compatible server may answer for, to which the run brings the key."""
+    """Model of the run, or of an OpenAI-compatible server that the run has a key for."""
 
     served_model: str | None = None
     """For a URL: model to request."""

@@ -33,8 +33,7 @@ def compare_all(
 ) -> tuple[VersionReport, ...]:
     """Return one report for each version of each policy with its own weights.
 
-    The numbers come from the trainer's function, dtype
-    and mesh.
+    The trainer's function, dtype and mesh compute the log-probs.
     """
     named, mesh, policies = config.model, make_mesh(config.mesh), config.policy_table
     model = load_model(named.name, named.dtype, named.activation_dtype)
