@@ -145,11 +145,11 @@ class EnginePrograms:
     def __init__(self, model: str, devices: Sequence[Any]) -> None:
         import jax
         import jax.numpy as jnp
-        import numpy as np
         from window.shapes import shape_of
 
         from lightning_jax.engine.config import ServeConfig
         from lightning_jax.engine.device.slots import SlotPrograms
+        from lightning_jax.engine.device.table import SlotTable
         from lightning_jax.models.config import MeshConfig
         from lightning_jax.models.mesh import make_mesh
         from lightning_jax.models.sharding import param_shardings
@@ -172,15 +172,15 @@ class EnginePrograms:
         )
         self._state = _shapes(self._programs._init.lower().out_info)
         self._pool = _shapes(self._programs.pages._init.lower().out_info)
-        self._mask = np.zeros(serve.slots, bool)
+        self._table = SlotTable(serve.slots).next_steps(())
 
     @property
     def lowerings(self) -> dict[str, Callable[[], Any]]:
         """Functions that lower each program, by name."""
         engine, state = self._programs, self._state
         slots = engine.num_slots
-        step = (self._params, state, self._mask)
-        no_move = engine.pages._move(0, 0, ())
+        step = (self._params, state, self._table)
+        no_move = engine.pages.no_moves()
         chunks, adjustment = engine._prompts(*CHUNKS), engine.adjustment
         return {
             "generate": lambda: engine._generate.lower((1, slots), *step),
@@ -195,7 +195,7 @@ class EnginePrograms:
             "generate_biased": lambda: engine._generate_biased.lower(
                 (1, slots), *step, adjustment(has_bias=True)
             ),
-            "prefill": lambda: engine._prefill.lower(CHUNKS, self._params, state.cache, *chunks),
+            "prefill": lambda: engine._prefill.lower(CHUNKS, self._params, state.cache, chunks),
             "restore": lambda: engine.pages._restore.lower(state.cache, self._pool, no_move),
             "store": lambda: engine.pages._store.lower(self._pool, state.cache, no_move),
         }

@@ -13,7 +13,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,21 +20,16 @@ from unittest import mock
 from window.engine import Bench, Clock, Step, make_programs, median_ms, plain_steps
 
 
-def empty_generate(params: Any, state: Any, slot_mask: Any, *_: Any, **settings: Any) -> Any:
+def empty_generate(params: Any, state: Any, table: Any, *_: Any, **settings: Any) -> Any:
     """Return the state and zeros as tokens, like `programs.generate`, without computing."""
     import jax
     import jax.numpy as jnp
 
-    from lightning_jax.engine.sampling import Sampled
-
     # Without the barrier, JAX would hand back the cache without passing it to the program.
-    _, state, slot_mask = jax.lax.optimization_barrier((params, state, slot_mask))
+    _, state, _ = jax.lax.optimization_barrier((params, state, table))
     rows = settings["rows"]
-    active = (state.active & slot_mask)[:rows]
-    position = state.slots.position.at[:rows].add(active.astype(jnp.int32))
-    zeros = jnp.zeros(rows, jnp.float32)
-    sampled = Sampled(jnp.full(rows, 97, jnp.int32), zeros - 1, zeros - 1, zeros - 1)
-    return replace(state, slots=replace(state.slots, position=position)), sampled
+    tokens, logprobs = jnp.full((1, rows), 97, jnp.int32), jnp.full((3, rows), -1.0)
+    return state, jnp.concatenate([tokens, jax.lax.bitcast_convert_type(logprobs, jnp.int32)])
 
 
 @contextmanager
@@ -52,7 +46,7 @@ def running(layers: int, slots: int, tokens: int) -> Iterator[Bench]:
     with mock.patch.object(programs, "generate", empty_generate):
         engine_programs = make_programs(model, serve)
     clock = Clock()
-    clock.wrap_methods(engine_programs, ("generate", "prefill", "activate", "retire"))
+    clock.wrap_methods(engine_programs, ("generate", "prefill"))
     engine = Engine(model, serve, programs=[engine_programs])
     engine.start(slots)
     try:

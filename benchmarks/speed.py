@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import optax
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.device.programs import start_of
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
+from lightning_jax.engine.device.table import SlotTable
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.formats.load import load_model
 from lightning_jax.rl.batches.batching import make_batches
@@ -82,12 +82,12 @@ def main() -> None:
 
     seconds = median_s(fill, 5)
     report(f"prefill of {args.context}", seconds, args.context, 2 * body * args.context, rate)
+    table = SlotTable(args.slots)
     for slot in range(args.slots):
-        start = start_of(7, args.context - 64, SamplingParams(), slot)
-        box[0] = engine.activate(box[0], slot, start)
+        table.begin(slot, 7, args.context - 64, SamplingParams(), slot)
 
     def step() -> Any:
-        box[0], sampled = engine.generate(params, box[0], args.context)
+        box[0], sampled = engine.generate(params, box[0], table, range(args.slots))
         return sampled
 
     seconds = median_s(step, 20)

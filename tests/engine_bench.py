@@ -11,8 +11,10 @@ import numpy as np
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.pages import PageCopier, page_bytes
-from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.device.slots import Fill, SlotPrograms
+from lightning_jax.engine.device.table import SlotTable, unpack_sampled
 from lightning_jax.engine.loop import EngineLoop
+from lightning_jax.engine.sampling import Sampled
 from lightning_jax.engine.types import Completion, SamplingParams
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.transformer import forward, unembed
@@ -31,6 +33,51 @@ class Bench:
 
     def ids(self, text: str) -> list[int]:
         return self.model.tokenizer.encode(text)
+
+
+class Slots:
+    """Slots of an engine without its loop, with their state."""
+
+    def __init__(self, engine: SlotPrograms, params: Any) -> None:
+        self.engine, self.params = engine, params
+        self.state, self.table = engine.init_state(), SlotTable(engine.num_slots)
+        self.running: list[int] = []
+
+    def fill(self, *fills: Fill) -> None:
+        cache = self.engine.prefill(self.params, self.state.cache, fills)
+        self.state = replace(self.state, cache=cache)
+
+    def activate(
+        self,
+        slot: int,
+        ids: list[int],
+        sampling: SamplingParams,
+        seed: int = 5,
+        adapter: int | None = None,
+    ) -> None:
+        """Let a slot decode whose row holds all of `ids` but the last one."""
+        self.table.begin(slot, ids[-1], len(ids) - 1, sampling, seed, adapter)
+        self.running = sorted({*self.running, slot})
+
+    def begin(self, slot: int, ids: list[int], sampling: SamplingParams | None = None) -> None:
+        self.fill(Fill(slot, 0, ids[:-1]))
+        self.activate(slot, ids, sampling or greedy())
+
+    def step(self, slots: list[int] | None = None, **options: Any) -> Sampled:
+        """Decode one step of these slots, by default of all that have begun."""
+        chosen = self.running if slots is None else slots
+        self.state, packed = self.engine.generate(
+            self.params, self.state, self.table, chosen, **options
+        )
+        return unpack_sampled(np.asarray(packed))
+
+    def decode(self, slots: list[int], steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return these slots' tokens and behavior log-probabilities, [steps, slots]."""
+        sampled = [self.step() for _ in range(steps)]
+        return (
+            np.array([one.tokens[slots] for one in sampled]),
+            np.array([one.behavior_logprobs[slots] for one in sampled]),
+        )
 
 
 def greedy(max_tokens: int = 10, **settings) -> SamplingParams:

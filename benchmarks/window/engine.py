@@ -164,7 +164,7 @@ def steps_of(calls: Sequence[Call]) -> list[Step]:
 
 
 def plain_steps(calls: Sequence[Call]) -> list[Step]:
-    """Return the steps between which nothing was admitted or retired."""
+    """Return the steps between which nothing was admitted or ended."""
     return [step for step in steps_of(calls) if not step.others]
 
 
@@ -260,7 +260,7 @@ def running(
         shape, slots = "tiny", min(slots // 8, 16)
     model, serve = random_model(shape), make_slots(setting, slots, steps_per_dispatch)
     programs, clock = make_programs(model, serve), Clock()
-    clock.wrap_methods(programs, ("generate", "prefill", "activate", "retire"))
+    clock.wrap_methods(programs, ("generate", "prefill"))
     clock.wrap_methods(programs.pages, ("restore", "store"))
     engine = Engine(model, serve, programs=[programs])
     del model
@@ -373,13 +373,13 @@ async def _arrive(bench: Bench, arrivals: int, seed: int) -> float:
 
 
 def admission_cost(calls: Sequence[Call]) -> dict[str, float]:
-    """Return the mean cost of an admission and of a retirement, in ms and dispatches.
+    """Return the mean cost of an admission and of a request's end, in ms and dispatches.
 
     The cost is what steps with other dispatches take beyond the median of steps without.
     """
     steps = steps_of(calls)
     plain = [step for step in steps if not step.others]
-    number = sum(step.others.count("activate") for step in steps)
+    number = sum(step.others.count("prefill") for step in steps)
     if not plain or not number:
         return {}
     usual_s = statistics.median(step.wall_s for step in plain)
@@ -400,7 +400,7 @@ def _arrivals(setting: Setting) -> Iterator[Figure]:
         seconds = asyncio.run(_arrive(bench, arrivals, seed=1))
         calls = list(bench.clock.calls)
     cost = admission_cost(calls)
-    predicted = {"time": "1.2 to 2.0", "engine thread CPU": "1.2 to 2.0", "dispatches": "4"}
+    predicted = {"time": "1.0 to 1.6", "engine thread CPU": "1.0 to 1.6", "dispatches": "3"}
     note = f"mean of {arrivals} arrivals, beyond a step without; with the end of the request"
     for name, text in predicted.items():
         unit = "" if name == "dispatches" else "ms"
@@ -411,7 +411,7 @@ def _arrivals(setting: Setting) -> Iterator[Figure]:
     walls: dict[str, list[float]] = defaultdict(list)
     for call in calls:
         walls[call.name].append(call.wall_s)
-    for name in ("restore", "prefill", "store", "activate", "retire", "generate", "read"):
+    for name in ("restore", "prefill", "store", "generate", "read"):
         note = f"median of {len(walls[name])} calls"
         if walls[name]:
             yield Figure(f"call of {name}", median_ms(walls[name]), "ms", "0.3 to 0.5", note)
@@ -667,26 +667,24 @@ class Programs:
     params: Any
     state: Any
     pool: Any
-    longest: int
+    table: Any
 
     def admit(self, slot: int) -> None:
         """Fill a slot as engine/prefill.py does for a prompt whose beginning is cached."""
         import dataclasses
 
-        from lightning_jax.engine.device.pages import PAGE
-        from lightning_jax.engine.device.programs import start_of
+        from lightning_jax.engine.device.pages import PAGE, Move
         from lightning_jax.engine.device.slots import Fill
         from lightning_jax.engine.types import SamplingParams
 
         programs, pages = self.programs, self.programs.pages
         ids = [97 + i % 23 for i in range(8)]
-        cache = pages.restore(self.state.cache, slot, self.pool, [0, 1])
+        cache = pages.restore(self.state.cache, self.pool, [Move(0, slot, 0), Move(1, slot, 1)])
         start = 2 * PAGE
         cache = programs.prefill(self.params, cache, [Fill(slot, start, ids)])
-        self.pool = pages.store(self.pool, [2], cache, slot, 2)
-        last = start_of(97, start + len(ids), SamplingParams(), slot)
-        state = dataclasses.replace(self.state, cache=cache)
-        self.state = programs.activate(state, slot, last)
+        self.pool = pages.store(self.pool, cache, [Move(2, slot, 2)])
+        self.table.begin(slot, 97, start + len(ids), SamplingParams(), slot)
+        self.state = dataclasses.replace(self.state, cache=cache)
 
     def admit_all(self, number: int) -> None:
         import jax
@@ -701,18 +699,24 @@ class Programs:
         sampled = None
         for _ in range(number):
             self.state, sampled = self.programs.generate(
-                self.params, self.state, self.longest, has_filters=False
+                self.params,
+                self.state,
+                self.table,
+                range(self.programs.num_slots),
+                has_filters=False,
             )
             jax.device_get(sampled)
 
 
 def _traces(setting: Setting) -> Iterator[Figure]:
+    from lightning_jax.engine.device.table import SlotTable
+
     shape, slots = ("tiny", 16) if setting.is_tiny else ("135m", 64)
     model = random_model(shape)
     programs = make_programs(model, make_slots(setting, slots))
     params = programs.put_on_mesh(model.params)
     state, pool = programs.init_state(), programs.pages.init_pool()
-    bench = Programs(programs, params, state, pool, programs.max_len)
+    bench = Programs(programs, params, state, pool, SlotTable(programs.num_slots))
     bench.admit_all(slots)
     bench.decode(3)
     decode = functools.partial(bench.decode, 20)

@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 from unittest import mock
 
@@ -21,8 +20,8 @@ from jaxtyping import Array, Int32
 from lightning_jax.engine import sampling
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device import programs
-from lightning_jax.engine.device.programs import start_of
 from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.device.table import SlotTable, pack_sampled, read_rows
 from lightning_jax.engine.sampling import Sampled, Work
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.attention import attention, flash_cache
@@ -40,23 +39,6 @@ from window.shapes import shape_of
 
 Options = Mapping[str, str]  # of XLA's compiler
 Dispatch = Callable[[], Any]  # starts the next step and returns its result on the device
-
-
-class Column(IntEnum):
-    """Columns of the table of slot settings, int32 [S, 12]. Floats are stored as their bits."""
-
-    POSITION = 0
-    IS_ACTIVE = 1
-    IS_NEW = 2  # 1: feed FIRST_TOKEN, not the token sampled last
-    FIRST_TOKEN = 3
-    KEY_HIGH = 4
-    KEY_LOW = 5
-    COUNT = 6  # response tokens sampled so far
-    TEMPERATURE = 7
-    TOP_P = 8
-    MIN_P = 9
-    TOP_K = 10
-    ADAPTER = 11
 
 
 @jax.tree_util.register_dataclass
@@ -109,14 +91,13 @@ def merged_step(
 ) -> tuple[MergedState, Int32[Array, "4 S"]]:
     """Feed the next token of each active slot and sample one token after it.
 
-    The result holds the fields of `Sampled`, as `unpack_result` reads them. Donate the state.
+    The result is that of the engine's own step. Donate the state.
     """
     slots = table.shape[0]
-    is_active = table[:, Column.IS_ACTIVE] == 1
-    is_new = table[:, Column.IS_NEW] == 1
-    tokens = jnp.where(is_new, table[:, Column.FIRST_TOKEN], state.tokens)
+    settings = read_rows(table)
+    tokens = jnp.where(settings.is_first, settings.token, state.tokens)
     # A position past the end writes nothing.
-    at = jnp.where(is_active, table[:, Column.POSITION], state.keys.shape[2])[:, None]
+    at = jnp.where(settings.is_active, settings.position, state.keys.shape[2])[:, None]
     frequencies = attention.rope_frequencies(
         config.shape.head_dim, config.shape.rope_theta, config.shape.rope_scaling
     )
@@ -129,19 +110,15 @@ def merged_step(
         x, cached = _merged_layer(config, layer, x, rope, cached, at, rows)
     hidden = _norm(config, weights["final_norm"]["scale"], x)[:, 0]
     logits = unembed(weights, config, hidden)
-    data = table[:, Column.KEY_HIGH : Column.KEY_LOW + 1].astype(jnp.uint32)
     keys = jax.vmap(jax.random.fold_in)(
-        jax.random.wrap_key_data(data, impl="threefry2x32"), table[:, Column.COUNT]
+        jax.random.wrap_key_data(settings.key, impl="threefry2x32"), settings.count
     )
-    temperature = jax.lax.bitcast_convert_type(table[:, Column.TEMPERATURE], jnp.float32)
-    temperature = jnp.where(is_active, temperature, 0.0)
-    off, ints = jnp.zeros(slots, jnp.float32), jnp.zeros(slots, jnp.int32)
-    sampled = sampling.sample(logits, keys, temperature, off + 1, ints, off, work=Work())
-    logprobs = (sampled.behavior_logprobs, sampled.sampling_logprobs, sampled.tempered_logprobs)
-    bits = [jax.lax.bitcast_convert_type(leaf, jnp.int32) for leaf in logprobs]
-    last = jnp.where(is_active, sampled.tokens, tokens)
+    temperature = jnp.where(settings.is_active, settings.temperature, 0.0)
+    filters = settings.top_p, settings.top_k, settings.min_p
+    sampled = sampling.sample(logits, keys, temperature, *filters, work=Work())
+    last = jnp.where(settings.is_active, sampled.tokens, tokens)
     state = MergedState(cached.keys[0], cached.values[0], last)
-    return state, jnp.stack([sampled.tokens, *bits])
+    return state, pack_sampled(sampled)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -168,13 +145,6 @@ def _merged_layer(
 
 def _norm(config: DecoderConfig, scale: Any, x: Any) -> Any:
     return RMSNorm(config.shape.norm_eps).apply({"params": {"scale": scale}}, x)
-
-
-def unpack_result(result: Int32[np.ndarray, "4 S"]) -> Sampled:
-    """Return the sampled tokens and log-probabilities of a merged step, on the host."""
-    tokens, *bits = np.asarray(result)
-    behavior, drawn, tempered = (row.view(np.float32) for row in bits)
-    return Sampled(tokens, behavior, drawn, tempered)
 
 
 def random_weights(shapes: Params, dtype: Any) -> Params:
@@ -232,17 +202,20 @@ def engine_steps(load: Workload, options: Options | None = None) -> Dispatch:
         engine._jit = functools.partial(jax.jit, compiler_options=dict(options))
         engine._compile_later()
     weights = random_weights(param_shapes(load.config), "bfloat16")
-    state = engine.init_state()
-    for slot in range(load.slots):
-        start = start_of(7 + slot, load.first_position, SamplingParams(), slot)
-        state = engine.activate(state, slot, start)
-    states = [state]
+    states, table, slots = [engine.init_state()], _full_table(load), range(load.slots)
 
     def dispatch() -> Any:
-        states[0], sampled = engine.generate(weights, states[0], has_filters=False)
+        states[0], sampled = engine.generate(weights, states[0], table, slots, has_filters=False)
         return sampled
 
     return dispatch
+
+
+def _full_table(load: Workload) -> SlotTable:
+    table = SlotTable(load.slots)
+    for slot in range(load.slots):
+        table.begin(slot, 7 + slot, load.first_position, SamplingParams(), slot)
+    return table
 
 
 def branched_steps(load: Workload) -> Dispatch:
@@ -267,22 +240,14 @@ def merged_steps(load: Workload) -> Dispatch:
     merge = functools.partial(merge_weights, config=config)
     weights = random_weights(jax.eval_shape(merge, param_shapes(config)), "bfloat16")
     state = init_merged_state(config, load.slots, load.max_len, "bfloat16", platform)
-    table = np.zeros((load.slots, len(Column)), np.int32)
-    table[:, Column.POSITION] = load.first_position
-    table[:, Column.IS_ACTIVE] = table[:, Column.IS_NEW] = 1
-    table[:, Column.FIRST_TOKEN] = 7 + np.arange(load.slots)
-    table[:, Column.KEY_LOW] = np.arange(load.slots)
-    table[:, Column.TEMPERATURE] = np.float32(1).view(np.int32)
+    table, slots = _full_table(load), range(load.slots)
     step = jax.jit(functools.partial(merged_step, config=config), donate_argnums=1)
-    compiled = step.lower(weights, state, table).compile()
+    compiled = step.lower(weights, state, table.next_steps(())).compile()
     states = [state]
 
     def dispatch() -> Any:
-        states[0], result = compiled(weights, states[0], table.copy())
+        states[0], result = compiled(weights, states[0], table.next_steps(slots))
         result.copy_to_host_async()
-        table[:, Column.POSITION] += 1
-        table[:, Column.COUNT] += 1
-        table[:, Column.IS_NEW] = 0
         return result
 
     return dispatch

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_jax.engine.decode import Request, Stepper, Steps
-from lightning_jax.engine.device.prefix_cache import PrefixCache
+from lightning_jax.engine.device.prefix_cache import PrefixCache, Row
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import ChunkDelivery, EngineError
 from lightning_jax.engine.grammar.compiler import GrammarCompiler, GrammarError
@@ -53,7 +53,8 @@ class Batcher:
 
     def warmup(self) -> None:
         """Compile all programs. Call before `turn`."""
-        self._state = self._prefixes.warmup(self._programs.warmup(self._params, self._state))
+        self._programs.warmup(self._params, self._state)
+        self._state = self._prefixes.warmup(self._state)
 
     def load_weights(self, params: Any | None, version: int) -> None:
         """Use these weights from the next step on. None: the same ones under a new version."""
@@ -104,7 +105,7 @@ class Batcher:
             num_tokens += len(admission.request.prompt)
         self._state = self._prompts.begin(self._params, self._version, self._state, admissions)
         for admission in admissions:
-            self._stepper.begin(admission.request, len(admission.request.prompt) - 1)
+            self._stepper.begin(admission.request, admission.slot)
             adjuster = admission.request.adjuster
             if adjuster:
                 self._try(admission.request, lambda begin=adjuster.begin: begin(self._grammars))
@@ -197,15 +198,15 @@ class Batcher:
         self._outgoing.append(ChunkDelivery(request.generation, None, outcome))
 
     def _retire(self) -> None:
-        """Cache the keys and values of ended requests, and stop their slots.
+        """Cache the keys and values of ended requests.
 
         This happens one turn late, so that no response waits for it.
         """
         requests, self._retiring = self._retiring, []
-        slots = [request.slot for request in requests if request.slot is not None]
-        for slot, request in zip(slots, requests, strict=True):
+        rows = []
+        for request in requests:
+            assert request.slot is not None, "only a request with a slot retires"
             # The last token was sampled but never fed, so the row does not hold it.
             ids = [*request.prompt, *(token.token_id for token in request.response.tokens)][:-1]
-            self._prefixes.keep(self._state, slot, ids, request.version, request.adapter)
-        if slots:
-            self._state = self._programs.retire(self._state, slots)
+            rows.append(Row(request.slot, ids, request.version, request.adapter))
+        self._prefixes.keep(self._state, rows)

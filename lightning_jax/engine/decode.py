@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from lightning_jax.engine.device.programs import DecodeState
 from lightning_jax.engine.device.radix import Node
 from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.device.table import SlotTable, unpack_sampled
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.logits import LogitAdjuster
 from lightning_jax.engine.response import Response, SampledToken
@@ -56,14 +56,14 @@ class Steps:
     """Decode steps started on the device in one dispatch, and their requests."""
 
     requests: Mapping[int, Request]  # by slot
-    sampled: Sampled  # on the device; several steps add a leading axis
+    sampled: Any  # on the device, see `SlotPrograms.generate`
     version: int  # of the weights
     number: int
 
     @property
     def is_done(self) -> bool:
         """True if the device has finished them."""
-        return self.sampled.tokens.is_ready()
+        return self.sampled.is_ready()
 
 
 class Stepper:
@@ -71,13 +71,14 @@ class Stepper:
 
     def __init__(self, programs: SlotPrograms) -> None:
         self._programs = programs
-        self._positions = np.zeros(programs.num_slots, np.int64)  # of the next token
+        self._table = SlotTable(programs.num_slots)
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
-    def begin(self, request: Request, position: int) -> None:
-        """Register a request that now has a slot. Its next token is at `position`."""
+    def begin(self, request: Request, slot: int) -> None:
+        """Register a request whose slot's row holds its prompt but for the last token."""
         request.num_due = request.response.limit
-        self._positions[request.slot] = position
+        last, position = request.prompt[-1], len(request.prompt) - 1
+        self._table.begin(slot, last, position, request.sampling, request.seed, request.adapter)
 
     def start(
         self, params: Any, state: DecodeState, version: int, running: Mapping[int, Request]
@@ -91,23 +92,20 @@ class Stepper:
         requests = {slot: request for slot, request in running.items() if request.is_ready}
         if not requests:
             return state, None
-        slots = np.fromiter(requests, np.int64, len(requests))
         adjustment = self._adjustment(requests)
         number = min(request.num_due for request in requests.values())
         is_single = adjustment is not None or any(r.is_sequential for r in running.values())
         most = self._programs.steps_per_dispatch
         number = 1 if is_single or number < most else most
-        longest = int(self._positions[slots].max()) + number
         state, sampled = self._programs.generate(
             params,
             state,
-            longest,
-            adjustment,
-            slots=list(requests),
+            self._table,
+            list(requests),
+            adjustment=adjustment,
             steps=number,
             has_filters=any(request.sampling.has_filters for request in requests.values()),
         )
-        self._positions[slots] += number
         for request in requests.values():
             request.num_due -= number
             request.is_unread = request.is_sequential
@@ -123,12 +121,11 @@ class Stepper:
         if all(request.finished for request in steps.requests.values()):
             self.counts["tokens_past_end"] += steps.number * len(steps.requests)
             return
-        sampled = jax.device_get(steps.sampled)  # the only device transfer
-        if steps.number == 1:
-            sampled = jax.tree.map(lambda leaf: leaf[None], sampled)
-        tokens, behavior = sampled.tokens.tolist(), sampled.behavior_logprobs.tolist()
-        sampling, tempered = sampled.sampling_logprobs.tolist(), sampled.tempered_logprobs.tolist()
-        for step in range(steps.number):
+        packed = jax.device_get(steps.sampled)  # the only device transfer
+        for one in packed if steps.number > 1 else packed[None]:
+            sampled = unpack_sampled(one)
+            tokens, behavior = sampled.tokens.tolist(), sampled.behavior_logprobs.tolist()
+            drawn, tempered = sampled.sampling_logprobs.tolist(), sampled.tempered_logprobs.tolist()
             for slot, request in steps.requests.items():
                 if request.finished:
                     self.counts["tokens_past_end"] += 1
@@ -138,13 +135,13 @@ class Stepper:
                 yield (
                     request,
                     SampledToken(
-                        tokens[step][slot],
-                        behavior[step][slot],
-                        sampling[step][slot],
-                        tempered[step][slot],
+                        tokens[slot],
+                        behavior[slot],
+                        drawn[slot],
+                        tempered[slot],
                         steps.version,
                         forced=request.adjuster is not None and request.adjuster.forced,
-                        top_logprobs=_top(sampled, step, slot, request.sampling.top_logprobs),
+                        top_logprobs=_top(sampled, slot, request.sampling.top_logprobs),
                     ),
                 )
 
@@ -164,10 +161,10 @@ class Stepper:
         return adjustment
 
 
-def _top(sampled: Sampled, step: int, slot: int, number: int) -> TopLogprobs:
+def _top(sampled: Sampled, slot: int, number: int) -> TopLogprobs:
     if number == 0:
         return ()
     best = sampled.likeliest
     assert best is not None, "the step returns them if any request asks for them"
-    ids, logprobs = best.ids[step, slot, :number], best.logprobs[step, slot, :number]
+    ids, logprobs = best.ids[slot, :number], best.logprobs[slot, :number]
     return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))

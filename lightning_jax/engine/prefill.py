@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_jax.engine.decode import Request
-from lightning_jax.engine.device.prefix_cache import MIN_REUSE, PrefixCache
-from lightning_jax.engine.device.programs import DecodeState, start_of
+from lightning_jax.engine.device.prefix_cache import MIN_REUSE, PrefixCache, Row
+from lightning_jax.engine.device.programs import DecodeState
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.scheduler import Admission
 from lightning_jax.engine.score import PromptScorer
@@ -60,13 +60,24 @@ class Prefill:
             later: list[Admission[Request]] = []
             for admission in admissions:
                 (later if self._repeats(admission, now) else now).append(admission)
-            fills = []
+            rows = [
+                Row(one.slot, one.request.prompt[:-1], version, one.request.adapter) for one in now
+            ]
+            state, lengths = self._prefixes.restore(state, rows)
             for admission in now:
-                state, fill = self._restore(state, admission)
-                fills.append(fill)
+                self.let_go(admission.request)
+            fills = [
+                Fill(row.slot, length, row.ids[length:], row.adapter)
+                for row, length in zip(rows, lengths, strict=True)
+            ]
             state = replace(state, cache=self._programs.prefill(params, state.cache, fills))
-            for admission in now:
-                state = self._start(params, version, state, admission)
+            # Cache them now, not at the end of the response: other rollouts of the group come next.
+            self._prefixes.keep(state, rows)
+            for admission, fill in zip(now, fills, strict=True):
+                self._start(params, version, admission)
+                self.counts["requests"] += 1
+                self.counts["prefill_tokens"] += len(fill.ids)
+                self.counts["prefix_hit_tokens"] += fill.start
             admissions = later
         return state
 
@@ -81,32 +92,9 @@ class Prefill:
         requests = [other.request for other in others]
         return any(o.adapter == adapter and o.prompt[: len(head)] == head for o in requests)
 
-    def _restore(
-        self, state: DecodeState, admission: Admission[Request]
-    ) -> tuple[DecodeState, Fill]:
-        """Copy the cached prefix to the slot's row.
-
-        Return the state and the tokens left to compute.
-        """
-        request, slot = admission.request, admission.slot
-        context = request.prompt[:-1]
-        state, reuse = self._prefixes.restore(state, slot, context, request.adapter)
-        self.let_go(request)
-        self.counts["requests"] += 1
-        self.counts["prefill_tokens"] += len(context) - reuse
-        self.counts["prefix_hit_tokens"] += reuse
-        return state, Fill(slot, reuse, context[reuse:], request.adapter)
-
-    def _start(
-        self, params: Any, version: int, state: DecodeState, admission: Admission[Request]
-    ) -> DecodeState:
-        request, slot = admission.request, admission.slot
-        *context, last = request.prompt
-        # Cache it now, not at the end of the response: other rollouts of the group come next.
-        self._prefixes.keep(state, slot, context, version, request.adapter)
+    def _start(self, params: Any, version: int, admission: Admission[Request]) -> None:
+        request = admission.request
         if request.sampling.score_prompt:
             scores = self._scorer(params, request.prompt, request.adapter)
             request.response.prompt_scores = scores
-        request.slot, request.version = slot, version
-        start = start_of(last, len(context), request.sampling, request.seed, request.adapter)
-        return self._programs.activate(state, slot, start)
+        request.slot, request.version = admission.slot, version

@@ -2,28 +2,26 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_bench import Slots
 from window.cases import Case, Setting
 from window.decode import CASES, VARIANTS, update_times_us
 from window.prototype import (
     STEPS,
-    Column,
     bytes_per_step,
     init_merged_state,
     make_workload,
     merge_weights,
     merged_step,
-    unpack_result,
 )
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.device.programs import start_of
 from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.device.table import SlotTable, unpack_sampled
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.models.formats.find import tiny_shape
 from lightning_jax.models.shape import DecoderConfig
@@ -34,15 +32,6 @@ FIELDS = ("tokens", "behavior_logprobs", "sampling_logprobs", "tempered_logprobs
 TINY = DecoderConfig(tiny_shape())
 QWEN3 = TINY.with_shape(qk_norm=True, tie_embeddings=False)
 IN_CHILD_PROCESSES = ("graph_updates", "skip_temp_135m_64")
-
-
-def _activate(table: Any, slot: int, position: int, heat: float) -> None:
-    table[slot] = 0
-    table[slot, Column.POSITION] = position
-    table[slot, Column.IS_ACTIVE] = table[slot, Column.IS_NEW] = 1
-    table[slot, Column.FIRST_TOKEN] = 11 + slot
-    table[slot, Column.KEY_LOW] = 40 + slot
-    table[slot, Column.TEMPERATURE] = np.float32(heat).view(np.int32)
 
 
 @pytest.mark.parametrize(
@@ -56,28 +45,23 @@ def test_merged_step_samples_the_engines_tokens(config: DecoderConfig) -> None:
         for i in range(config.shape.num_layers):
             params[f"layers_{i}"]["q"]["bias"] += 0.3
     engine = SlotPrograms(config, ServeConfig(slots=SLOTS, max_len=32, prefill_buckets=(16,)))
-    served, state = engine.put_on_mesh(params), engine.init_state()
+    slots, table = Slots(engine, engine.put_on_mesh(params)), SlotTable(SLOTS)
     weights = merge_weights(params, config)
     merged = init_merged_state(config, SLOTS, 32, jnp.float32, "cpu")
     step = jax.jit(merged_step, static_argnames="config", donate_argnums=1)
-    table = np.zeros((SLOTS, len(Column)), np.int32)
     admissions = {0: [(0, 0, 1.0), (1, 2, 0.0)], 4: [(2, 1, 0.6)]}  # slot, position, temperature
     for number in range(8):
         for slot, position, heat in admissions.get(number, []):
-            _activate(table, slot, position, heat)
-            start = start_of(11 + slot, position, SamplingParams(temperature=heat), 40 + slot)
-            state = engine.activate(state, slot, start)
-        state, expected = engine.generate(served, state)
-        merged, result = step(weights, merged, table.copy(), config=config)
-        found = unpack_result(np.asarray(result))
-        active = np.flatnonzero(table[:, Column.IS_ACTIVE])
-        np.testing.assert_array_equal(found.tokens[active], np.asarray(expected.tokens)[active])
+            sampling = SamplingParams(temperature=heat)
+            slots.activate(slot, [*range(position), 11 + slot], sampling, 40 + slot)
+            table.begin(slot, 11 + slot, position, sampling, 40 + slot)
+        expected, active = slots.step(), slots.running
+        merged, result = step(weights, merged, table.next_steps(active), config=config)
+        found = unpack_sampled(np.asarray(result))
+        np.testing.assert_array_equal(found.tokens[active], expected.tokens[active])
         for field in FIELDS[1:]:
-            ours, theirs = getattr(found, field), np.asarray(getattr(expected, field))
+            ours, theirs = getattr(found, field), getattr(expected, field)
             np.testing.assert_allclose(ours[active], theirs[active], atol=1e-4)
-        table[:, Column.POSITION] += table[:, Column.IS_ACTIVE]
-        table[:, Column.COUNT] += table[:, Column.IS_ACTIVE]
-        table[:, Column.IS_NEW] = 0
 
 
 def test_merged_step_has_twelve_arrays() -> None:

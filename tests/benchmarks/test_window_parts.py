@@ -109,12 +109,12 @@ def test_steps_separate_admissions_from_plain_ones() -> None:
         Call("generate", 1.0, 0.5, 0.2),
         Call("restore", 1.3, 0.6, 0.4),
         Call("prefill", 1.8, 0.7, 0.1),
-        Call("activate", 2.0, 0.8, 0.1),
+        Call("store", 2.0, 0.8, 0.1),
         Call("generate", 4.0, 1.5, 0.1),
     ]
     first, second = steps_of(calls)
     assert (first.wall_s, first.cpu_s, first.dispatch_s, first.wait_s) == (1.0, 0.5, 0.1, 0.3)
-    assert second.others == ("restore", "prefill", "activate")
+    assert second.others == ("restore", "prefill", "store")
     assert plain_steps(calls) == [first]
     assert admission_cost(calls) == pytest.approx(
         {"time": 2000.0, "engine thread CPU": 500.0, "dispatches": 3.0}

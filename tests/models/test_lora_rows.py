@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from coded import raises_coded
+from engine_bench import Slots
 
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.device.programs import start_of
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
@@ -108,30 +108,22 @@ def test_a_step_on_both_adapters_equals_separate_steps(sizes) -> None:
 def test_slots_decode_with_the_chosen_adapter() -> None:
     serve = ServeConfig(slots=4, max_len=64, prefill_buckets=(16,), prefix_cache_mib=0.0)
     engine = SlotPrograms(MODEL.config, serve)
-    params, state = engine.put_on_mesh(MODEL.params), engine.init_state()
+    slots = Slots(engine, engine.put_on_mesh(MODEL.params))
     ids, greedy = list(range(40, 60)), SamplingParams(temperature=0.0)
     chosen = (1, 0, 0, 1)
-    fills = [Fill(slot, 0, ids[:-1], adapter) for slot, adapter in enumerate(chosen)]
-    state = dataclasses.replace(state, cache=engine.prefill(params, state.cache, fills))
+    slots.fill(*(Fill(slot, 0, ids[:-1], adapter) for slot, adapter in enumerate(chosen)))
     for slot, adapter in enumerate(chosen):
-        start = start_of(ids[-1], len(ids) - 1, greedy, 0, adapter)
-        state = engine.activate(state, slot, start)
-    found = []
-    for _ in range(5):
-        state, sampled = engine.generate(params, state)
-        found.append((np.asarray(sampled.tokens), np.asarray(sampled.behavior_logprobs)))
+        slots.activate(slot, ids, greedy, adapter=adapter)
+    steps = [slots.step() for _ in range(5)]
+    found = [(sampled.tokens, sampled.behavior_logprobs) for sampled in steps]
     single = SlotPrograms(ALONE[0].config, serve)
     assert ALONE[1].config == ALONE[0].config
-    for adapter, slots in ((1, (0, 3)), (0, (1, 2))):
-        alone = ALONE[adapter]
-        params, state_alone = single.put_on_mesh(alone.params), single.init_state()
-        start = start_of(ids[-1], len(ids) - 1, greedy, 0)
-        cache = single.prefill(params, state_alone.cache, [Fill(0, 0, ids[:-1])])
-        state_alone = dataclasses.replace(state_alone, cache=cache)
-        state_alone = single.activate(state_alone, 0, start)
+    for adapter, rows in ((1, (0, 3)), (0, (1, 2))):
+        alone = Slots(single, single.put_on_mesh(ALONE[adapter].params))
+        alone.begin(0, ids, greedy)
         for tokens, logprobs in found:
-            state_alone, sampled = single.generate(params, state_alone)
-            for slot in slots:
-                assert tokens[slot] == int(sampled.tokens[0])
+            sampled = alone.step()
+            for slot in rows:
+                assert tokens[slot] == sampled.tokens[0]
                 np.testing.assert_allclose(logprobs[slot], sampled.behavior_logprobs[0], atol=1e-5)
     assert not np.allclose(found[0][1][0], found[0][1][1])

@@ -4,7 +4,7 @@ A pool is a cache with P rows of PAGE tokens.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.radix import PAGE
@@ -26,18 +27,26 @@ from lightning_jax.models.attention.kv_cache import (
 )
 from lightning_jax.models.mesh import platform_of
 from lightning_jax.models.shape import DecoderShape
-from lightning_jax.types import Leaf
 
 MAX_POOL_SIZE = 8  # times the slots' own capacity, so that a tiny model's pool stays small
 
 
-class _Move(NamedTuple):
-    """Consecutive blocks of a slot's row, from `first` on, and their pages."""
+MIN_MOVES = 64  # of one copy, so that the requests of a turn need one even where rows are short
+PADDING = 2**30  # block of a move that is none
 
-    slot: Leaf  # int32
-    first: Leaf  # int32
-    page_ids: Leaf  # int32 [N], padded to the blocks of a row
-    num_pages: Leaf  # int32
+
+class Move(NamedTuple):
+    """Copy of PAGE tokens between a page and a block of a slot's row.
+
+    Block i holds the tokens from i * PAGE on.
+    """
+
+    page: int
+    slot: int
+    block: int
+
+
+Moves = Int32[Array, "N 3"]  # in order of their blocks, then padding
 
 
 class PageCopier:
@@ -71,28 +80,30 @@ class PageCopier:
         """Allocate a pool of empty pages. All of its memory is taken at once."""
         return self._init()
 
-    def restore(self, cache: KVCache, slot: int, pool: KVCache, page_ids: Sequence[int]) -> KVCache:
-        """Return the slots' cache with these pages in order at the start of the row.
+    def restore(self, cache: KVCache, pool: KVCache, moves: Sequence[Move]) -> KVCache:
+        """Return the slots' cache with pages copied to blocks. Donates `cache`."""
+        for packed in self._pack(moves):
+            cache = self._restore(cache, pool, packed)
+        return cache
 
-        Donates `cache`.
-        """
-        return self._restore(cache, pool, self._move(slot, 0, page_ids))
-
-    def store(
-        self, pool: KVCache, page_ids: Sequence[int], cache: KVCache, slot: int, first: int
-    ) -> KVCache:
-        """Return the pool with the row's blocks from `first` on in these pages. Donates `pool`.
-
-        Block i holds the tokens from i * PAGE on.
-        """
-        return self._store(pool, cache, self._move(slot, first, page_ids))
+    def store(self, pool: KVCache, cache: KVCache, moves: Sequence[Move]) -> KVCache:
+        """Return the pool with blocks copied to pages, to each at most one. Donates `pool`."""
+        for packed in self._pack(moves):
+            pool = self._store(pool, cache, packed)
+        return pool
 
     def warmup(self, cache: KVCache, pool: KVCache) -> tuple[KVCache, KVCache]:
         """Compile both copies by copying nothing. Donates `cache` and `pool`."""
         if not self.num_pages:
             return cache, pool
-        pool = self.store(pool, (), cache, 0, 0)
-        return jax.block_until_ready((self.restore(cache, 0, pool, ()), pool))
+        nothing = self.no_moves()
+        pool = self._store(pool, cache, nothing)
+        return jax.block_until_ready((self._restore(cache, pool, nothing), pool))
+
+    def no_moves(self) -> Int32[np.ndarray, "N 3"]:
+        """Return the padding of one copy."""
+        number = max(self.num_blocks, MIN_MOVES)
+        return np.tile(np.array(Move(0, 0, PADDING), np.int32), (number, 1))
 
     @property
     def compiles(self) -> int:
@@ -100,12 +111,15 @@ class PageCopier:
         functions: Any = (self._init, self._restore, self._store)
         return sum(function._cache_size() for function in functions)
 
-    def _move(self, slot: int, first: int, page_ids: Sequence[int]) -> _Move:
+    def _pack(self, moves: Sequence[Move]) -> Iterator[Int32[np.ndarray, "N 3"]]:
         # JAX would silently clamp a block that extends past the row.
-        assert first + len(page_ids) <= self.num_blocks, "the row has no blocks left"
-        padded = np.zeros(self.num_blocks, np.int32)
-        padded[: len(page_ids)] = page_ids
-        return _Move(np.int32(slot), np.int32(first), padded, np.int32(len(page_ids)))
+        assert all(move.block < self.num_blocks for move in moves), "the row has no blocks left"
+        ordered = sorted(moves, key=lambda move: move.block)
+        while ordered:
+            packed = self.no_moves()
+            now, ordered = ordered[: len(packed)], ordered[len(packed) :]
+            packed[: len(now)] = now
+            yield packed
 
 
 def page_bytes(shape: DecoderShape, dtype: Any, platform: str = "cpu") -> int:
@@ -115,54 +129,59 @@ def page_bytes(shape: DecoderShape, dtype: Any, platform: str = "cpu") -> int:
     return numbers * np.dtype(dtype).itemsize
 
 
-def _restore(cache: KVCache, pool: KVCache, move: _Move, *, copy: Callable[..., Any]) -> KVCache:
+def _restore(cache: KVCache, pool: KVCache, moves: Moves, *, copy: Callable[..., Any]) -> KVCache:
     segments = [
-        copy(pool, segment, move, begin, end, to_row=True) if begin < end else segment
-        for segment, begin, end in _blocks_of_segments(cache, len(move.page_ids))
+        copy(pool, segment, moves, begin, end, to_row=True) if begin < end else segment
+        for segment, begin, end in _blocks_of_segments(cache)
     ]
     return join_caches(segments)
 
 
-def _store(pool: KVCache, cache: KVCache, move: _Move, *, copy: Callable[..., Any]) -> KVCache:
-    for segment, begin, end in _blocks_of_segments(cache, len(move.page_ids)):
+def _store(pool: KVCache, cache: KVCache, moves: Moves, *, copy: Callable[..., Any]) -> KVCache:
+    for segment, begin, end in _blocks_of_segments(cache):
         if begin < end:
-            pool = copy(segment, pool, move, begin, end, to_row=False)
+            pool = copy(segment, pool, moves, begin, end, to_row=False)
     return pool
 
 
 def _copy_in_loop(
-    source: KVCache, target: KVCache, move: _Move, begin: int, end: int, *, to_row: bool
+    source: KVCache, target: KVCache, moves: Moves, begin: int, end: int, *, to_row: bool
 ) -> KVCache:
-    """Copy blocks `begin` to `end` of a row, which are one segment of it, as far as `move` says."""
+    """Make the moves of blocks `begin` to `end` of the rows, which are in one segment."""
 
     def step(i: Any, target: KVCache) -> KVCache:
-        positions = (move.page_ids[i - move.first], 0), (move.slot, (i - begin) * PAGE)
+        page, slot, block = moves[i]
+        positions = (page, 0), (slot, (block - begin) * PAGE)
         return _copy_page(source, target, *(positions if to_row else positions[::-1]))
 
-    low, high = jnp.maximum(move.first, begin), jnp.minimum(move.first + move.num_pages, end)
+    blocks = moves[:, Move._fields.index("block")]
+    low, high = jnp.sum(blocks < begin), jnp.sum(blocks < end)
     return jax.lax.fori_loop(low, high, step, target)
 
 
 def _copy_at_once(
-    source: KVCache, target: KVCache, move: _Move, begin: int, end: int, *, to_row: bool
+    source: KVCache, target: KVCache, moves: Moves, begin: int, end: int, *, to_row: bool
 ) -> KVCache:
-    """Copy like `_copy_in_loop`, but always in the time of a whole row.
+    """Copy like `_copy_in_loop`, but always in the time of all N moves.
 
     On a GPU the host would wait at each iteration of a loop.
     """
-    index = jnp.arange(begin, end) - move.first
-    in_move = (index >= 0) & (index < move.num_pages)
-    page_ids = move.page_ids[jnp.clip(index, 0, len(move.page_ids) - 1)]
+    assert begin == 0, "rows are in one piece"
+    page, slot, block = moves.T
+    is_padding = block >= end
+    block = jnp.where(is_padding, 0, block)
 
-    def put_in_row(pages: Any, rows: Any, axis: int) -> Any:
-        old = _blocks_of_row(rows, move.slot, axis, end - begin)
-        new = jnp.where(in_move[:, None, None, None], pages[page_ids], old)
-        row = jax.lax.collapse(jnp.moveaxis(new, 0, axis - 1), axis - 1, axis + 1)
-        return jax.lax.dynamic_update_slice(rows, row[None], (move.slot, 0, 0, 0))
+    def in_blocks(rows: Any) -> Any:
+        return rows.reshape(*rows.shape[:TOKEN_AXIS], end, PAGE, rows.shape[-1])
 
-    def put_in_pages(rows: Any, pages: Any, axis: int) -> Any:
-        to = jnp.where(in_move, page_ids, len(pages))  # past the last page: dropped
-        return pages.at[to].set(_blocks_of_row(rows, move.slot, axis, end - begin), mode="drop")
+    def put_in_row(pages: Any, rows: Any, **_: int) -> Any:
+        to = jnp.where(is_padding, len(rows), slot)  # past the last row: dropped
+        blocks = in_blocks(rows).at[to, :, block].set(pages[page], mode="drop")
+        return blocks.reshape(rows.shape)
+
+    def put_in_pages(rows: Any, pages: Any, **_: int) -> Any:
+        to = jnp.where(is_padding, len(pages), page)  # past the last page: dropped
+        return pages.at[to].set(in_blocks(rows)[slot, :, block], mode="drop")
 
     return _map_sides(put_in_row if to_row else put_in_pages, source, target)
 
@@ -179,19 +198,11 @@ def _map_sides(put: Callable[..., Any], source: KVCache, target: KVCache) -> KVC
     return KVCache(tuple(itertools.starmap(put_sides, pairs)))
 
 
-def _blocks_of_row(rows: Any, slot: Any, axis: int, number: int) -> Any:
-    """Return a row's first `number` blocks, shaped like pages and stacked on the first axis."""
-    row = jax.lax.dynamic_index_in_dim(rows, slot, keepdims=False)
-    blocks = jax.lax.slice_in_dim(row, 0, number * PAGE, axis=axis - 1)
-    shape = (*row.shape[: axis - 1], number, PAGE, *row.shape[axis:])
-    return jnp.moveaxis(blocks.reshape(shape), axis - 1, 0)
-
-
-def _blocks_of_segments(cache: KVCache, number: int) -> list[tuple[KVCache, int, int]]:
-    """Return each segment with its first and end block, for a row of `number` blocks."""
+def _blocks_of_segments(cache: KVCache) -> list[tuple[KVCache, int, int]]:
+    """Return each segment with its first and end block of a row."""
     starts = segment_starts(cache.layers[0].values)
     assert not any(start % PAGE for start in starts), "a page is in one segment"
-    spans = itertools.pairwise((*(start // PAGE for start in starts), number))
+    spans = itertools.pairwise(edge // PAGE for edge in (*starts, cache.length))
     return [(segment, *span) for segment, span in zip(cache.split(), spans, strict=True)]
 
 
@@ -199,7 +210,7 @@ def _copy_page(source: KVCache, target: KVCache, from_position: Any, to_position
     """Return `target` with PAGE tokens of `source`. Positions are (row, token) in a single segment.
 
     A loop of these runs in place, and its time is in proportion to the pages copied. A gather or
-    scatter of a padded list takes the time of a whole row and needs one program per row length.
+    scatter of a padded list takes the time of the whole list.
     """
 
     def start_indices(position: Any, axis: int) -> tuple[Any, ...]:

@@ -100,7 +100,7 @@ class PageTree:
 
         Marks all pages as used now.
 
-        The caller must fill the pages before its next call. `version` is the version of the weights
+        The caller must fill the pages before it reads any. `version` is the version of the weights
         that computed all of `ids`. If it is not the tree's version, no page is assigned.
         """
         if version != self.version:

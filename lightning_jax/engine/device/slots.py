@@ -1,21 +1,22 @@
-"""Prefill, activate and generate over the slots of a KV cache.
+"""Prefill and generate over the slots of a KV cache.
 
 A slot is one row of the decode batch. `prefill` writes the keys and values of all but the last
 token of each prompt, several prompts at once. The next `generate` step feeds that last token, like
 any other token. So there is one place that samples, and requests with the same prompt share all of
 its prefill. A row lasts as long as its slot is in use. Anything kept longer is copied to `pages`.
 
-All functions take the state and return the new one. Donated arguments may not be used again. The
+All functions take the state and return the new one. Donated arguments may not be used again. What
+the slots are doing is known on the host alone, in a `SlotTable`, which comes with every step. The
 compiled programs are in programs.py.
 """
 
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,10 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device import programs
 from lightning_jax.engine.device.executables import Compiler, Costs, Executables, Size
 from lightning_jax.engine.device.pages import PageCopier
-from lightning_jax.engine.device.programs import DecodeState, Start, start_of
-from lightning_jax.engine.sampling import Adjustment, Sampled, Work
+from lightning_jax.engine.device.programs import DecodeState, PromptColumn
+from lightning_jax.engine.device.table import SlotTable
+from lightning_jax.engine.sampling import Adjustment, Work
 from lightning_jax.engine.scheduler import ChunkBatch, plan_prefill, row_counts
-from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.attention.kv_cache import KVCache, is_whole, row_length, segment_lengths
 from lightning_jax.models.formats.param_names import flatten
@@ -55,16 +56,6 @@ class Fill:
     start: int  # position of the first token
     ids: Sequence[int]
     adapter: int | None = None  # index, for a model with several adapters
-
-
-class PromptBatch(NamedTuple):
-    """Chunks of B prompts, padded to T tokens, as `programs.prefill` takes them."""
-
-    rows: Int32[np.ndarray, " B"]
-    tokens: Int32[np.ndarray, "B T"]
-    starts: Int32[np.ndarray, " B"]
-    lengths: Int32[np.ndarray, " B"]
-    adapters: Int32[np.ndarray, " B"] | None
 
 
 class SlotPrograms:
@@ -117,7 +108,7 @@ class SlotPrograms:
 
     def _compile_later(self) -> None:
         jit, plain, cache = self._jit, self._plain, self._cache
-        state = DecodeState(cache, plain, plain, plain)
+        state = DecodeState(cache, plain)
         init = partial(
             programs.init_state,
             config=self.config,
@@ -138,8 +129,6 @@ class SlotPrograms:
             self.compiler,
             Costs(fixed_share=0.3),
         )
-        self._activate = jit(programs.activate, donate_argnums=0, out_shardings=state)
-        self._retire = jit(programs.retire, donate_argnums=0, out_shardings=state)
         many_steps = partial(
             programs.generate_steps, config=self.config, steps=self.steps_per_dispatch
         )
@@ -208,7 +197,7 @@ class SlotPrograms:
         return pick(param_shardings(config, self.mesh), params)
 
     def init_state(self) -> DecodeState:
-        """Return a state with all slots empty and inactive."""
+        """Return a state with all rows empty."""
         return self._init()
 
     def prefill(self, params: Params, cache: KVCache, fills: Sequence[Fill]) -> KVCache:
@@ -229,16 +218,12 @@ class SlotPrograms:
         lengths = [len(fill.ids) for fill in fills]
         for batch in self._plan_prefill(params, cache, lengths):
             chosen = [fills[index] for index, _, _ in batch.chunks]
-            inputs = self._prompts(batch.bucket, len(chosen))
-            for row, fill, (_, first, end) in zip(inputs.tokens, chosen, batch.chunks, strict=True):
-                row[: end - first] = fill.ids[first:end]
-            _, firsts, ends = np.array(batch.chunks, np.int32).T
-            inputs.rows[:] = [fill.row for fill in chosen]
-            inputs.starts[:] = firsts + [fill.start for fill in chosen]
-            inputs.lengths[:] = ends - firsts
-            if inputs.adapters is not None:
-                inputs.adapters[:] = [fill.adapter for fill in chosen]
-            cache = self._prefill.run_exactly(_prefill_size(batch), params, cache, *inputs)
+            prompts = self._prompts(batch.bucket, len(chosen))
+            for row, fill, (_, first, end) in zip(prompts, chosen, batch.chunks, strict=True):
+                numbers = (fill.row, fill.start + first, end - first, fill.adapter or 0)
+                row[: len(PromptColumn)] = numbers
+                row[len(PromptColumn) :][: end - first] = fill.ids[first:end]
+            cache = self._prefill.run_exactly(_prefill_size(batch), params, cache, prompts)
         return cache
 
     def _plan_prefill(
@@ -255,7 +240,7 @@ class SlotPrograms:
             return best
         smallest = (self.buckets[0], 1)
         if smallest not in self._prefill.ready:
-            self._prefill.compile(smallest, params, cache, *self._prompts(*smallest))
+            self._prefill.compile(smallest, params, cache, self._prompts(*smallest))
         ready = self._prefill.ready
         counts = {
             bucket: tuple(count for count in counts if (bucket, count) in ready)
@@ -267,7 +252,7 @@ class SlotPrograms:
         work = sum(map(math.prod, missing))
         for size in missing:
             share = math.prod(size) / work
-            self._prefill.lose(size, share * lost_s, params, cache, *self._prompts(*size))
+            self._prefill.lose(size, share * lost_s, params, cache, self._prompts(*size))
         return plan
 
     def _prefill_s(self, plan: Sequence[ChunkBatch]) -> float:
@@ -275,49 +260,37 @@ class SlotPrograms:
         seconds = (self._prefill.costs.seconds(_prefill_size(batch)) for batch in plan)
         return sum(s or 0.0 for s in seconds)
 
-    def _prompts(self, bucket: int, count: int) -> PromptBatch:
-        zeros = np.zeros(count, np.int32)
-        adapters = None if self.config.execution.num_adapters is None else zeros.copy()
-        tokens = np.zeros((count, bucket), np.int32)
-        return PromptBatch(zeros.copy(), tokens, zeros.copy(), zeros.copy(), adapters)
-
-    def activate(self, state: DecodeState, slot: int, start: Start) -> DecodeState:
-        """Return the state with the slot active. Donates `state`.
-
-        The slot's row holds the tokens before `start`.
-        """
-        return self._activate(state, np.int32(slot), start)
+    def _prompts(self, bucket: int, count: int) -> Int32[np.ndarray, "B _"]:
+        return np.zeros((count, len(PromptColumn) + bucket), np.int32)
 
     def generate(
         self,
         params: Params,
         state: DecodeState,
-        longest: int | None = None,
+        table: SlotTable,
+        slots: Sequence[int],
+        *,
         adjustment: Adjustment | None = None,
-        slots: Sequence[int] | None = None,
         steps: int = 1,
         has_filters: bool = True,
-    ) -> tuple[DecodeState, Sampled]:
-        """Sample one token for each active slot, or for each one among `slots`. Donates `state`.
+    ) -> tuple[DecodeState, Any]:
+        """Sample one token for each of `slots`, which the table counts. Donates `state`.
 
-        Other rows do not change. `steps` is 1 or `steps_per_dispatch`. If it is above 1, each array
-        of the result has a leading axis for the steps. Then `adjustment` must be None, and every
-        row must have room for all steps.
+        Other rows do not change. Returns the state, and on its way to the host an int32 array that
+        `table.unpack_sampled` reads, [F, R], for rows up to the last of `slots` or more. `steps` is
+        1 or `steps_per_dispatch`. If it is above 1, the array has a leading axis for the steps.
+        Then `adjustment` must be None, and every row must have room for all steps.
 
-        `longest` bounds the tokens in any row of `slots`, including the new ones, so that less of
-        the cache is read. The result covers rows up to the last of `slots`, or more. With an
-        `adjustment`, every step runs all rows, and with a bias it also reads the whole cache. The
-        arrays of an `adjustment` must not change before the step is done. Without `has_filters`
-        the caller promises that no row has a filter, which an accelerator's program then lacks.
+        With an `adjustment`, every step runs all rows, and with a bias it also reads the whole
+        cache. The arrays of an `adjustment` must not change before the step is done. Without
+        `has_filters` the caller promises that no row has a filter, which an accelerator's program
+        then lacks.
         """
-        length = self.max_len if longest is None else longest
-        segments = 1 + bisect.bisect_left(self.capacities, length)
-        chosen = range(self.num_slots) if slots is None else slots
-        slot_mask = np.zeros(self.num_slots, bool)
-        slot_mask[list(chosen)] = True
-        arguments: tuple[Any, ...] = (params, state, slot_mask)
+        longest = table.length(slots) + steps
+        segments = 1 + bisect.bisect_left(self.capacities, min(longest, self.max_len))
+        rows = next(n for n in self.slot_counts if n > max(slots))
+        arguments: tuple[Any, ...] = (params, state, table.next_steps(slots, steps))
         if adjustment is None:
-            rows = next(n for n in self.slot_counts if n > max(chosen))
             plain, filtered = self._generate, self._generate_filtered
             if steps > 1:
                 plain, filtered = self._generate_steps, self._steps_filtered
@@ -329,7 +302,9 @@ class SlotPrograms:
         else:
             rows, segments, program = self.num_slots, len(self.capacities), self._generate_biased
             arguments = (*arguments, adjustment)
-        return program.run((segments, rows), *arguments)
+        state, sampled = program.run((segments, rows), *arguments)
+        sampled.copy_to_host_async()
+        return state, sampled
 
     def adjustment(self, has_bias: bool = False, has_likeliest: bool = False) -> Adjustment:
         """Return a new adjustment that changes no logits: mask bits all 1, bias (if any) all 0."""
@@ -340,18 +315,12 @@ class SlotPrograms:
             bias=np.zeros(shape, np.float32) if has_bias else None,
         )
 
-    def retire(self, state: DecodeState, slots: Iterable[int]) -> DecodeState:
-        """Return the state with these slots inactive. Their rows stay readable. Donates `state`."""
-        keep = np.ones(self.num_slots, bool)
-        keep[list(slots)] = False
-        return self._retire(state, keep)
-
     @property
     def compiles(self) -> int:
         """Number of programs compiled so far."""
-        functions: Any = (self._init, self._activate, self._retire)
+        init: Any = self._init
         compiled = sum(len(executables.ready) for executables in self._sized)
-        return self.pages.compiles + compiled + sum(f._cache_size() for f in functions)
+        return self.pages.compiles + compiled + init._cache_size()
 
     def num_compiling(self) -> int:
         """Return the number of prefill and generate programs that are being compiled now."""
@@ -372,22 +341,19 @@ class SlotPrograms:
         `num_requests` of them arrive together.
         """
         size = (self.buckets[0], 1)
-        self._prefill.request(size, params, state.cache, *self._prompts(*size))
-        slot_mask = np.zeros(self.num_slots, bool)
+        self._prefill.request(size, params, state.cache, self._prompts(*size))
+        table = SlotTable(self.num_slots).next_steps(())
         rows = next(n for n in self.slot_counts if n >= min(num_requests, self.num_slots))
         for size in ((1, rows), (len(self.capacities), self.num_slots)):
-            self._generate.request(size, params, state, slot_mask)
+            self._generate.request(size, params, state, table)
 
-    def warmup(self, params: Params, state: DecodeState) -> DecodeState:
-        """Compile every program that serves slots, except those of `pages`.
-
-        No slot is active afterwards. Donates `state`.
-        """
+    def warmup(self, params: Params, state: DecodeState) -> None:
+        """Compile every program that serves slots, except those of `pages`."""
         for bucket, counts in self._chunks_at_once.items():
             for count in counts:
-                inputs = self._prompts(bucket, count)
-                self._prefill.compile((bucket, count), params, state.cache, *inputs)
-        arguments = (params, state, np.zeros(self.num_slots, bool))
+                prompts = self._prompts(bucket, count)
+                self._prefill.compile((bucket, count), params, state.cache, prompts)
+        arguments = (params, state, SlotTable(self.num_slots).next_steps(()))
         most = len(self.capacities)
         for size in itertools.product(range(1, most + 1), self.slot_counts):
             self._generate.compile(size, *arguments)
@@ -402,9 +368,6 @@ class SlotPrograms:
                 executables.compile(size, *arguments, self.adjustment())
         size = (most, self.num_slots)
         self._generate_biased.compile(size, *arguments, self.adjustment(has_bias=True))
-        adapter = None if self.config.execution.num_adapters is None else 0
-        state = self.activate(state, 0, start_of(0, 0, SamplingParams(), 0, adapter))
-        return jax.block_until_ready(self.retire(state, range(self.num_slots)))
 
 
 def _slot_counts(slots: int, fewest: int) -> tuple[int, ...]:

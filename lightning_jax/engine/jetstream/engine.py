@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jaxtyping import Array, Int32
 
-from lightning_jax.engine.device.programs import DecodeState, start_of
+from lightning_jax.engine.device.programs import DecodeState
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
+from lightning_jax.engine.device.table import SlotTable
 from lightning_jax.engine.generation import EngineError
-from lightning_jax.engine.sampling import Sampled
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.loading import is_installed
@@ -134,13 +135,9 @@ def recorded_tokens(columns: Any) -> RecordedTokens:
 
 
 @jax.jit
-def _columns(state: DecodeState, sampled: Sampled) -> Any:
-    def bits(values: Any) -> Any:
-        return jax.lax.bitcast_convert_type(values, jnp.int32)
-
-    parts = (sampled.tokens, jnp.ones_like(sampled.tokens), state.counts)
-    logprobs = sampled.behavior_logprobs, sampled.sampling_logprobs, sampled.tempered_logprobs
-    return jnp.stack((*parts, *map(bits, logprobs)), axis=1)
+def _columns(sampled: Int32[Array, "4 S"], counts: Int32[Array, " S"]) -> Int32[Array, "S 6"]:
+    tokens, *logprobs = sampled
+    return jnp.stack((tokens, jnp.ones_like(tokens), counts, *logprobs), axis=1)
 
 
 class _PromptTokenizer(tokenizer_api.Tokenizer):
@@ -197,6 +194,7 @@ class JetStreamEngine(engine_api.Engine):
 
     def __init__(self, programs: SlotPrograms, params: Any) -> None:
         self._programs, self._params = programs, params
+        self._table = SlotTable(programs.num_slots)
         self.on_failure = lambda error: None
 
     def prefill(self, *, padded_tokens: Any, **kwargs: Any) -> Prompt:
@@ -207,15 +205,16 @@ class JetStreamEngine(engine_api.Engine):
         *context, last = prefix.ids
         fill = Fill(slot, 0, context)
         cache = self._programs.prefill(self._params, decode_state.cache, [fill])
-        start = start_of(last, len(context), prefix.sampling, prefix.seed)
-        return self._programs.activate(replace(decode_state, cache=cache), slot, start)
+        self._table.begin(slot, last, len(context), prefix.sampling, prefix.seed)
+        return replace(decode_state, cache=cache)
 
     @_spares_the_process
     def generate(
         self, params: Any, decode_state: DecodeState
     ) -> tuple[DecodeState, RecordedTokens]:
-        state, sampled = self._programs.generate(params, decode_state)
-        return state, recorded_tokens(_columns(state, sampled))
+        slots = range(self._programs.num_slots)  # the Driver does not say which are in use
+        state, sampled = self._programs.generate(params, decode_state, self._table, slots)
+        return state, recorded_tokens(_columns(sampled, self._table.counts()))
 
     def load_params(self, *args: Any, **kwargs: Any) -> Any:
         return self._params

@@ -1,5 +1,6 @@
 """Tests of copies between rows and pages: the right tokens, nothing else, and in place."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,13 @@ import pytest
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device import pages as pages_module
-from lightning_jax.engine.device.pages import MAX_POOL_SIZE, PageCopier, page_bytes
+from lightning_jax.engine.device.pages import (
+    MAX_POOL_SIZE,
+    MIN_MOVES,
+    Move,
+    PageCopier,
+    page_bytes,
+)
 from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.models.attention.kv_cache import KVCache, init_cache, row_length
 from lightning_jax.models.config import MeshConfig
@@ -31,6 +38,11 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def copier(serve: ServeConfig = SERVE, sharding: Any = None) -> PageCopier:
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return PageCopier(SHAPE, serve, jnp.dtype("float32"), sharding)
+
+
+def moves(slot: int, first: int, pages: Sequence[int]) -> list[Move]:
+    """Return the moves between these pages and the row's blocks from `first` on."""
+    return [Move(page, slot, block) for block, page in enumerate(pages, first)]
 
 
 def numbers(slots: int, length: int, sharding: Any, platform: str = "cpu") -> KVCache:
@@ -58,9 +70,10 @@ def devices(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["one", "eight"])
 def test_blocks_go_to_pages_and_back_to_another_row(kind: str, platform: str):
     pages = copier(sharding=devices(kind))
-    cache, pool = numbers(3, 100, devices(kind), platform), pages.init_pool()
+    length = row_length(100, platform)
+    cache, pool = numbers(3, length, devices(kind), platform), pages.init_pool()
     before = token_rows(cache)
-    pool = pages.store(pool, (7, 2, 9), cache, 1, 2)
+    pool = pages.store(pool, cache, moves(1, 2, (7, 2, 9)))
     stored = token_rows(pool)
     for page, block in ((7, 2), (2, 3), (9, 4)):
         np.testing.assert_array_equal(
@@ -69,9 +82,11 @@ def test_blocks_go_to_pages_and_back_to_another_row(kind: str, platform: str):
     assert np.count_nonzero(stored.any(axis=(1, 2))) == 3
     assert pool.layers[1].keys[0].sharding.is_equivalent_to(cache.layers[1].keys[0].sharding, 4)
 
-    cache = pages.restore(cache, 0, pool, (9, 7))
+    both = [*moves(0, 0, (9, 7)), *moves(2, 0, (2,))]
+    cache = pages.restore(cache, pool, both)
     after, expected = token_rows(cache), before.copy()
     expected[0, :PAGE], expected[0, PAGE : 2 * PAGE] = stored[9], stored[7]
+    expected[2, :PAGE] = stored[2]
     np.testing.assert_array_equal(after, expected)
 
 
@@ -80,9 +95,9 @@ def test_a_row_may_have_any_length(max_len: int):
     pages = copier(ServeConfig(slots=2, max_len=max_len))
     cache, pool = numbers(2, row_length(max_len, "cpu"), devices("one"), "cpu"), pages.init_pool()
     before = token_rows(cache)
-    pool = pages.store(pool, (3, 1), cache, 1, 14)
+    pool = pages.store(pool, cache, moves(1, 14, (3, 1)))
     np.testing.assert_array_equal(token_rows(pool)[3], before[1, 14 * PAGE :][:PAGE])
-    after = token_rows(pages.restore(cache, 0, pool, (3, 1)))
+    after = token_rows(pages.restore(cache, pool, moves(0, 0, (3, 1))))
     np.testing.assert_array_equal(after[0, : 2 * PAGE], before[1, 14 * PAGE : 16 * PAGE])
 
 
@@ -91,11 +106,11 @@ def test_pages_on_both_sides_of_a_border_between_segments(platform: str):
     length = row_length(600, platform)
     cache, pool = numbers(2, length, devices("one"), platform), pages.init_pool()
     before = token_rows(cache)
-    pool = pages.store(pool, (3, 1, 4, 0), cache, 1, 14)  # blocks 14 to 17; 16 begins at 256
+    pool = pages.store(pool, cache, moves(1, 14, (3, 1, 4, 0)))  # blocks 14 to 17; 16 begins at 256
     for page, block in ((3, 14), (1, 15), (4, 16), (0, 17)):
         np.testing.assert_array_equal(token_rows(pool)[page], before[1, block * PAGE :][:PAGE])
     ids = (*range(3, 18), 0, 1, 3)  # 18 pages: two in the second segment
-    after = token_rows(pages.restore(cache, 0, pool, ids))
+    after = token_rows(pages.restore(cache, pool, moves(0, 0, ids)))
     stored = token_rows(pool)
     for block, page in enumerate(ids):
         np.testing.assert_array_equal(after[0, block * PAGE :][:PAGE], stored[page])
@@ -106,10 +121,9 @@ def test_pages_on_both_sides_of_a_border_between_segments(platform: str):
 def test_a_copy_moves_pages_and_never_the_pool():
     pages = copier(ServeConfig(slots=16, max_len=1024))
     pool, cache = pages.init_pool(), init_cache(SHAPE, 16, 1024)
-    move = pages._move(1, 1, (0,))
     programs = {
-        "store": pages._store.lower(pool, cache, move),
-        "restore": pages._restore.lower(cache, pool, move),
+        "store": pages._store.lower(pool, cache, pages.no_moves()),
+        "restore": pages._restore.lower(cache, pool, pages.no_moves()),
     }
     for name, kept in (("store", pool), ("restore", cache)):
         memory = programs[name].compile().memory_analysis()
@@ -138,12 +152,29 @@ def test_warming_up_changes_nothing_and_compiles_all():
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(pool))
     jax.tree.map(np.testing.assert_array_equal, cache, numbers(3, 100, devices("one")))
     compiles = pages.compiles
-    pages.restore(cache, 2, pages.store(pool, (1, 2), numbers(3, 100, devices("one")), 0, 4), (1,))
+    pool = pages.store(pool, numbers(3, 100, devices("one")), moves(0, 4, (1, 2)))
+    pages.restore(cache, pool, moves(2, 0, (1,)))
     assert pages.compiles == compiles
 
 
 def test_a_block_beyond_the_row_is_an_error():
     pages = copier()
-    pages.store(pages.init_pool(), (1, 2), numbers(3, 100, devices("one")), 0, 4)
+    cache = numbers(3, 100, devices("one"))
+    pages.store(pages.init_pool(), cache, moves(0, 4, (1, 2)))
     with pytest.raises(AssertionError):
-        pages.store(pages.init_pool(), (1, 2), numbers(3, 100, devices("one")), 0, 5)
+        pages.store(pages.init_pool(), cache, moves(0, 5, (1, 2)))
+
+
+def test_more_moves_than_one_copy_takes_are_all_made(platform: str):
+    pages = copier(ServeConfig(slots=2, max_len=600))
+    length = row_length(600, platform)
+    cache, pool = numbers(2, length, devices("one"), platform), pages.init_pool()
+    before = token_rows(cache)
+    everything = [*moves(0, 0, range(37)), *moves(1, 0, range(40, 77))]
+    assert len(pages.no_moves()) == MIN_MOVES < len(everything)
+    pool = pages.store(pool, cache, everything)
+    for page, slot, block in everything:
+        np.testing.assert_array_equal(token_rows(pool)[page], before[slot, block * PAGE :][:PAGE])
+    swapped = [Move(page, 1 - slot, block) for page, slot, block in everything]
+    after = token_rows(pages.restore(cache, pool, swapped))
+    np.testing.assert_array_equal(after[::-1, : 37 * PAGE], before[:, : 37 * PAGE])

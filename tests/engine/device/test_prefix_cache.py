@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine_bench import SERVE, full_logprobs, greedy, with_pages
 
-from lightning_jax.engine.device.prefix_cache import MIN_REUSE, PrefixCache
+from lightning_jax.engine.device.prefix_cache import MIN_REUSE, PrefixCache, Row
 from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.loop import EngineLoop
@@ -161,17 +161,16 @@ async def test_the_next_turn_of_a_request_that_saw_new_weights_computes_all(
 def test_old_keys_and_short_matches_are_not_used(engine):
     prefixes, state = PrefixCache(with_pages(engine, 8), 0), engine.init_state()
     ids = random_ids(4, 2 * PAGE)
-    prefixes.keep(state, 0, ids, 0)
+    prefixes.keep(state, [Row(0, ids, 0)])
     assert prefixes.tree.num_used == 2
-    state, length = prefixes.restore(state, 1, ids[: MIN_REUSE - 1])
-    assert length == 0
-    state, length = prefixes.restore(state, 1, [*ids[:MIN_REUSE], 300])
-    assert length == MIN_REUSE
+    short, long = ids[: MIN_REUSE - 1], [*ids[:MIN_REUSE], 300]
+    state, lengths = prefixes.restore(state, [Row(1, short, 0), Row(2, long, 0)])
+    assert lengths == [0, MIN_REUSE]
     node = prefixes.tree.match(ids).node
     prefixes.tree.pin(node)
     prefixes.tree.reset(1)
-    prefixes.keep(state, 0, ids, 0)
-    assert prefixes.tree.num_used == 0 and prefixes.restore(state, 1, ids)[1] == 0
+    prefixes.keep(state, [Row(0, ids, 0)])
+    assert prefixes.tree.num_used == 0 and prefixes.restore(state, [Row(1, ids, 0)])[1] == [0]
     prefixes.tree.unpin(node)
 
 
@@ -179,5 +178,5 @@ def test_the_end_of_a_row_that_is_no_whole_page_stays_out(model):
     serve = replace(SERVE, slots=1, max_len=40)
     one = SlotPrograms(model.config, serve)
     prefixes = PrefixCache(one, 0)
-    prefixes.keep(one.init_state(), 0, random_ids(5, 40), 0)
+    prefixes.keep(one.init_state(), [Row(0, random_ids(5, 40), 0)])
     assert prefixes.tree.num_used == 2

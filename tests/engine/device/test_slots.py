@@ -3,7 +3,6 @@
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_bench import full_logprobs, full_pass
+from engine_bench import Slots, full_logprobs, full_pass
 from jax.experimental.compilation_cache import compilation_cache
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device import programs
 from lightning_jax.engine.device import slots as slots_module
-from lightning_jax.engine.device.programs import start_of
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
+from lightning_jax.engine.device.table import SlotTable
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.attention.kv_cache import init_cache
@@ -34,30 +33,9 @@ LENGTHS = (270, 41, 9, 60, 2)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def decode(engine: SlotPrograms, params: Any, state: Any, slots: list[int], steps: int):
-    """Decode these slots. Return the state, tokens and behavior log-probabilities [steps][slot]."""
-    tokens, logprobs = [], []
-    for _ in range(steps):
-        state, sampled = engine.generate(params, state)
-        tokens.append(np.asarray(sampled.tokens)[slots])
-        logprobs.append(np.asarray(sampled.behavior_logprobs)[slots])
-    return state, np.array(tokens), np.array(logprobs)
-
-
-def begin(
-    engine: SlotPrograms, params: Any, state: Any, slot: int, ids: list[int], sampling=GREEDY
-):
-    state = fill(engine, params, state, [Fill(slot, 0, ids[:-1])])
-    return engine.activate(state, slot, start_of(ids[-1], len(ids) - 1, sampling, 5))
-
-
-def fill(engine: SlotPrograms, params: Any, state: Any, fills: list[Fill]):
-    return replace(state, cache=engine.prefill(params, state.cache, fills))
-
-
-def row_of(state: Any, slot: int, length: int) -> Any:
+def row_of(slots: Slots, slot: int, length: int) -> Any:
     """Return copies of the keys and values of a slot's first `length` tokens."""
-    layers = state.cache.layers
+    layers = slots.state.cache.layers
     keys = [np.concatenate(layer.keys, 3)[slot, :, :, :length] for layer in layers]
     return keys, [np.concatenate(layer.values, 2)[slot, :, :length] for layer in layers]
 
@@ -67,8 +45,9 @@ def test_prefill_and_decode_equal_one_full_pass(model, engine, length):
     params = engine.put_on_mesh(model.params)
     ids = np.random.default_rng(length).integers(0, 256, length).tolist()
     sampling = SamplingParams(temperature=1.0)
-    state = begin(engine, params, engine.init_state(), 2, ids, sampling)
-    _, tokens, logprobs = decode(engine, params, state, [2], 12)
+    slots = Slots(engine, params)
+    slots.begin(2, ids, sampling)
+    tokens, logprobs = slots.decode([2], 12)
     response = tokens[:, 0].tolist()
     expected = full_logprobs(model, ids + response)[length - 1 : -1]
     np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(12), response], atol=1e-5)
@@ -79,13 +58,13 @@ def test_beside_bfloat16_weights_activations_may_be_float32():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
     config = model.config.with_execution(activation_dtype="float32")
     engine = SlotPrograms(config, ServeConfig(slots=4, max_len=96), dtype="bfloat16")
-    params, state = engine.put_on_mesh(model.params), engine.init_state()
-    assert {leaf.dtype for leaf in jax.tree.leaves((state.cache, params))} == {
+    slots = Slots(engine, engine.put_on_mesh(model.params))
+    assert {leaf.dtype for leaf in jax.tree.leaves((slots.state.cache, slots.params))} == {
         jnp.dtype("bfloat16")
     }
     ids = list(range(30, 70))
-    state = begin(engine, params, state, 2, ids)
-    _, tokens, logprobs = decode(engine, params, state, [2], 12)
+    slots.begin(2, ids)
+    tokens, logprobs = slots.decode([2], 12)
     response = tokens[:, 0].tolist()
     padded = np.pad(ids + response, (0, 128 - len(ids) - 12))
     expected = full_pass(params, config, padded)[len(ids) - 1 : len(ids) + 11]
@@ -100,9 +79,8 @@ def test_one_cpu_writes_to_a_bfloat16_cache_where_it_lies(model):
         write = jax.jit(programs.prefill, static_argnames="config", compiler_options=options)
         cache = init_cache(model.config.shape, 4, 96, jnp.bfloat16)
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
-        numbers = np.array([3], np.int32)
-        tokens = np.arange(8, dtype=np.int32)[None]
-        text = write.lower(params, cache, numbers, tokens, numbers, numbers, config=model.config)
+        prompts = np.arange(8 + len(programs.PromptColumn), dtype=np.int32)[None]
+        text = write.lower(params, cache, prompts, config=model.config)
         shape = ",".join(map(str, cache.layers[0].keys[0].shape))
         return f"f32[{shape}]" in str(text.compile().as_text())
 
@@ -123,59 +101,62 @@ def test_prompts_filled_together_while_another_decodes_are_as_if_alone(model):
     params, rng = engine.put_on_mesh(model.params), np.random.default_rng(0)
     rows = (4, 0, 5, 2, 3)  # five: one batch of four chunks and single ones
     prompts = {row: rng.integers(0, 256, n).tolist() for row, n in zip(rows, LENGTHS, strict=True)}
-    state = begin(engine, params, engine.init_state(), 1, [7, 8, 9])
-    state, first, _ = decode(engine, params, state, [1], 4)
+    slots = Slots(engine, params)
+    slots.begin(1, [7, 8, 9])
+    first, _ = slots.decode([1], 4)
     half = {row: len(ids) // 2 for row, ids in prompts.items()}
-    state = fill(engine, params, state, [Fill(r, 0, prompts[r][: half[r]]) for r in rows])
-    rest = [Fill(row, half[row], prompts[row][half[row] : -1]) for row in reversed(rows)]
-    state = fill(engine, params, state, rest)
+    slots.fill(*(Fill(row, 0, prompts[row][: half[row]]) for row in rows))
+    slots.fill(*(Fill(row, half[row], prompts[row][half[row] : -1]) for row in reversed(rows)))
     for row, ids in prompts.items():
-        state = engine.activate(state, row, start_of(ids[-1], len(ids) - 1, GREEDY, 0))
-    state, tokens, logprobs = decode(engine, params, state, [*rows, 1], 5)
+        slots.activate(row, ids, GREEDY)
+    tokens, logprobs = slots.decode([*rows, 1], 5)
     for i, ids in enumerate(prompts.values()):
         response = tokens[:, i].tolist()
         expected = full_logprobs(model, ids + response)[len(ids) - 1 : -1]
         np.testing.assert_allclose(logprobs[:, i], expected[np.arange(5), response], atol=1e-5)
     # The running slot continues undisturbed.
-    alone = begin(engine, params, engine.init_state(), 1, [7, 8, 9])
-    _, undisturbed, _ = decode(engine, params, alone, [1], 9)
+    alone = Slots(engine, params)
+    alone.begin(1, [7, 8, 9])
+    undisturbed, _ = alone.decode([1], 9)
     assert undisturbed[:, 0].tolist() == [*first[:, 0], *tokens[:, len(rows)]]
 
 
-def test_a_retired_row_stays_readable_while_others_decode(model, engine):
-    params = engine.put_on_mesh(model.params)
-    ids = list(range(20))
-    state = begin(engine, params, engine.init_state(), 1, ids)
-    state = begin(engine, params, state, 0, [5, 6, 7])
-    before = row_of(state, 1, 19)
-    state = engine.retire(state, [1])
-    state, _, _ = decode(engine, params, state, [0], 6)
-    jax.tree.map(np.testing.assert_array_equal, before, row_of(state, 1, 19))
+def test_a_row_that_has_ended_stays_readable_while_others_decode(model, engine):
+    slots = Slots(engine, engine.put_on_mesh(model.params))
+    slots.begin(1, list(range(20)))
+    slots.begin(0, [5, 6, 7])
+    slots.step()
+    before = row_of(slots, 1, 20)
+    for _ in range(6):
+        slots.step([0])
+    jax.tree.map(np.testing.assert_array_equal, before, row_of(slots, 1, 20))
 
 
 def test_greedy_tokens_do_not_depend_on_batch_mates(model, engine):
     params = engine.put_on_mesh(model.params)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 256, n).tolist() for n in (5, 17, 40, 62)]
-    joint = engine.init_state()
+    joint = Slots(engine, params)
     for slot, ids in enumerate(prompts):
-        joint = begin(engine, params, joint, slot, ids)
-    _, batch, _ = decode(engine, params, joint, [0, 1, 2, 3], 16)
+        joint.begin(slot, ids)
+    batch, _ = joint.decode([0, 1, 2, 3], 16)
     for slot, ids in enumerate(prompts):
-        alone = begin(engine, params, engine.init_state(), 3 - slot, ids)
-        _, tokens, _ = decode(engine, params, alone, [3 - slot], 16)
+        alone = Slots(engine, params)
+        alone.begin(3 - slot, ids)
+        tokens, _ = alone.decode([3 - slot], 16)
         assert tokens[:, 0].tolist() == batch[:, slot].tolist()
 
 
 def test_one_token_has_one_key_whatever_the_slot_and_the_step(model, engine):
     params = engine.put_on_mesh(model.params)
     sampling = SamplingParams(temperature=1.0)
-    first = begin(engine, params, engine.init_state(), 0, [1, 2, 3], sampling)
-    _, tokens, _ = decode(engine, params, first, [0], 8)
-    late = begin(engine, params, engine.init_state(), 1, [9, 9], sampling)
-    late, _, _ = decode(engine, params, late, [1], 3)
-    late = begin(engine, params, late, 2, [1, 2, 3], sampling)
-    _, again, _ = decode(engine, params, late, [2], 8)
+    first, late = Slots(engine, params), Slots(engine, params)
+    first.begin(0, [1, 2, 3], sampling)
+    tokens, _ = first.decode([0], 8)
+    late.begin(1, [9, 9], sampling)
+    late.decode([1], 3)
+    late.begin(2, [1, 2, 3], sampling)
+    again, _ = late.decode([2], 8)
     assert again[:, 0].tolist() == tokens[:, 0].tolist()
 
 
@@ -184,12 +165,15 @@ def test_reading_less_of_the_cache_changes_nothing():
     engine = SlotPrograms(model.config, ServeConfig(slots=2, max_len=600, prefill_buckets=(64,)))
     assert engine.capacities == (256, 512, 600)
     params = engine.put_on_mesh(model.params)
-    ids = list(range(100))
-    short = begin(engine, params, engine.init_state(), 0, ids)
-    _, less = engine.generate(params, short, 101)
-    long = begin(engine, params, engine.init_state(), 0, ids)
-    _, all_ = engine.generate(params, long)
-    np.testing.assert_allclose(less.behavior_logprobs[0], all_.behavior_logprobs[0], atol=1e-6)
+    sampled = []
+    for others in ([], list(range(300)), list(range(550))):
+        slots = Slots(engine, params)
+        slots.begin(0, list(range(100)))
+        if others:
+            slots.begin(1, others)
+        sampled.append(slots.step().behavior_logprobs[0])
+    assert engine._generate.ready == {(1, 1), (2, 2), (3, 2)}
+    np.testing.assert_allclose(sampled, sampled[0], atol=1e-6)
 
 
 @pytest.mark.parametrize(("platform", "slot_counts"), [("gpu", (1, 4, 8, 9)), ("tpu", (8, 9))])
@@ -201,8 +185,9 @@ def test_rows_of_an_accelerator_lie_in_one_piece_and_serve_the_same(
     assert engine.capacities == (380,) and engine.slot_counts == slot_counts
     assert engine.init_state().cache.length == 384
     ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
-    state = begin(engine, model.params, engine.init_state(), 2, ids)
-    _, tokens, logprobs = decode(engine, model.params, state, [2], 4)
+    slots = Slots(engine, model.params)
+    slots.begin(2, ids)
+    tokens, logprobs = slots.decode([2], 4)
     response = tokens[:, 0].tolist()
     expected = full_logprobs(model, ids + response)[299:-1]
     np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(4), response], atol=1e-5)
@@ -212,15 +197,16 @@ def test_stepping_fewer_slots_changes_nothing(model, engine):
     params = engine.put_on_mesh(model.params)
     assert engine.slot_counts == (1, 4)
     results = []
-    for slots in ([0], [0, 1], None):
-        state = begin(engine, params, engine.init_state(), 0, [1, 2, 3, 4], SamplingParams())
+    for chosen in ([0], [0, 1], [0, 1, 2, 3]):
+        slots = Slots(engine, params)
+        slots.begin(0, [1, 2, 3, 4], SamplingParams())
         steps = []
         for _ in range(5):
-            state, sampled = engine.generate(params, state, slots=slots)
+            sampled = slots.step(chosen)
             steps.append((int(sampled.tokens[0]), float(sampled.behavior_logprobs[0])))
         results.append(steps)
-        assert state.slots.position.tolist() == [8, 0, 0, 0]
-        assert state.counts.tolist() == [5, 0, 0, 0]
+        assert slots.table.length([0]) == 8
+        assert slots.table.counts()[0] == 5
     for steps in results[:2]:
         assert [token for token, _ in steps] == [token for token, _ in results[2]]
         np.testing.assert_allclose(
@@ -233,16 +219,15 @@ def test_a_bias_of_one_slot_does_not_reach_the_others(model, engine):
     plain = SamplingParams(temperature=1.0, top_p=0.9)
     results = []
     for biased in (False, True):
-        state = begin(engine, params, engine.init_state(), 0, [1, 2, 3], plain)
-        state = begin(engine, params, state, 2, [7, 8, 9], plain)
+        slots = Slots(engine, params)
+        slots.begin(0, [1, 2, 3], plain)
+        slots.begin(2, [7, 8, 9], plain)
         adjustment = engine.adjustment(has_bias=True)
         adjustment.bias[2] = np.where(np.arange(model.config.shape.vocab_size) < 5, 0.0, -np.inf)
         tokens, logprobs = [], []
         for _ in range(12):
-            state, sampled = engine.generate(
-                params, state, adjustment=adjustment if biased else None
-            )
-            tokens.append(sampled.tokens.tolist())
+            sampled = slots.step(adjustment=adjustment if biased else None)
+            tokens.append(sampled.tokens[:3].tolist())
             logprobs.append([sampled.behavior_logprobs[0], sampled.sampling_logprobs[0]])
         results.append((np.array(tokens), np.array(logprobs)))
     (alone, alone_logprobs), (shared, shared_logprobs) = results
@@ -254,10 +239,12 @@ def test_a_bias_of_one_slot_does_not_reach_the_others(model, engine):
 def test_the_likeliest_tokens_are_the_policys_own_whatever_the_bias(model, engine):
     params = engine.put_on_mesh(model.params)
     ids = [3, 1, 4, 1, 5]
-    state = begin(engine, params, engine.init_state(), 1, ids)
+    slots = Slots(engine, params)
+    slots.begin(1, ids)
     adjustment = engine.adjustment(has_bias=True, has_likeliest=True)
     adjustment.bias[1, 17] = 100.0
-    _, sampled = engine.generate(params, state, adjustment=adjustment)
+    sampled = slots.step(adjustment=adjustment)
+    assert sampled.likeliest is not None
     assert sampled.tokens[1] == 17  # greedy follows the bias
     expected = full_logprobs(model, ids)[-1]
     best = np.argsort(-expected)[:20]
@@ -272,20 +259,17 @@ def test_nothing_compiles_after_warmup():
         model.config, ServeConfig(slots=4, max_len=300, prefill_buckets=(32, 512))
     )
     params = engine.put_on_mesh(model.params)
-    state = engine.warmup(params, engine.init_state())
+    engine.warmup(params, engine.init_state())
+    slots = Slots(engine, params)
     compiled = engine.compiles
-    params = engine.put_on_mesh(jax.tree.map(lambda leaf: leaf * 1.1, model.params))
+    slots.params = engine.put_on_mesh(jax.tree.map(lambda leaf: leaf * 1.1, model.params))
     for slot, length in ((0, 1), (1, 7), (0, 30), (3, 290)):
-        fills = [Fill(row, slot, [1] * (length - row)) for row in range(min(4, length))]
-        state = fill(engine, params, state, fills)
-        state = begin(engine, params, state, slot, list(range(length))[-250:] * 1)
-        state, _ = engine.generate(params, state, length + 1)
-        state, _ = engine.generate(params, state, length + 2, slots=[0])
+        slots.fill(*(Fill(row, slot, [1] * (length - row)) for row in range(min(4, length))))
+        slots.begin(slot, [1] * length)
+        slots.step()
+        slots.step([0])
         for has_bias in (False, True):
-            adjustment = engine.adjustment(has_bias, has_likeliest=length > 7)
-            state, _ = engine.generate(params, state, length + 3, adjustment)
-        state = engine.activate(state, slot, start_of(1, 0, GREEDY, 0))
-        state = engine.retire(state, [slot])
+            slots.step(adjustment=engine.adjustment(has_bias, has_likeliest=length > 7))
     assert engine.compiles == compiled
     # One for each number of cache segments that a step may read, and one with a bias.
     sizes = (len(engine._generate_adjusted.ready), len(engine._generate_biased.ready))
@@ -332,22 +316,24 @@ def test_a_slot_left_out_of_steps_samples_the_same_later(model, engine):
     params = engine.put_on_mesh(model.params)
     sampling = SamplingParams(temperature=1.0)
 
-    def both() -> Any:
-        state = begin(engine, params, engine.init_state(), 0, [1, 2, 3], sampling)
-        return begin(engine, params, state, 1, [1, 2, 3, 4, 5], sampling)
+    def both() -> Slots:
+        slots = Slots(engine, params)
+        slots.begin(0, [1, 2, 3], sampling)
+        slots.begin(1, [1, 2, 3, 4, 5], sampling)
+        return slots
 
-    _, expected, logprobs = decode(engine, params, both(), [0, 1], 4)
-    found, state = {0: [], 1: []}, both()
-    for slots in ([0], [0, 1], [1], [0], [1], [0, 1]):
-        state, sampled = engine.generate(params, state, slots=slots)
-        for slot in slots:
+    expected, logprobs = both().decode([0, 1], 4)
+    found, slots = {0: [], 1: []}, both()
+    for chosen in ([0], [0, 1], [1], [0], [1], [0, 1]):
+        sampled = slots.step(chosen)
+        for slot in chosen:
             pair = sampled.tokens[slot], sampled.behavior_logprobs[slot]
             found[slot].append([float(value) for value in pair])
     for slot, pairs in found.items():
         tokens, given = zip(*pairs, strict=True)
         assert list(tokens) == expected[:, slot].tolist()
         np.testing.assert_allclose(given, logprobs[:, slot], atol=1e-5)
-    assert state.counts.tolist()[:2] == [4, 4]
+    assert slots.table.counts()[:2].tolist() == [4, 4]
 
 
 def test_donated_weights_do_not_hurt_the_engine(model, engine):
@@ -367,12 +353,12 @@ def test_one_and_eight_devices_agree(model, engine):
     ids = list(range(30, 70))
     results = []
     for one in (engine, wide):
-        params = one.put_on_mesh(model.params)
-        state = begin(one, params, one.init_state(), 1, ids)
-        state, tokens, logprobs = decode(one, params, state, [1], 6)
+        slots = Slots(one, one.put_on_mesh(model.params))
+        slots.begin(1, ids)
+        tokens, logprobs = slots.decode([1], 6)
         adjustment = one.adjustment(has_bias=True, has_likeliest=True)
         adjustment.bias[:] = np.arange(model.config.shape.vocab_size)
-        _, biased = one.generate(params, state, adjustment=adjustment)
+        biased = slots.step(adjustment=adjustment)
         assert biased.likeliest is not None
         results.append((tokens, logprobs, biased.likeliest.logprobs[1], int(biased.tokens[1])))
     np.testing.assert_array_equal(results[0][0], results[1][0])
@@ -437,14 +423,13 @@ def test_no_accelerator_copies_the_cache(
     params = with_shardings(params, param_shardings(config, mesh))
     state = engine._init.lower().out_info
     state = with_shardings(state, jax.tree.map(lambda leaf: leaf.sharding, state))
-    numbers, slots = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((64,), bool)
-    tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
-    prompts = (numbers, tokens, numbers, numbers, None)
+    table = SlotTable(64).next_steps(())
+    prompts = engine._prompts(128, 4)
     # From JAX 0.11 on, a kernel for an absent GPU is lowered only under a mesh that names the GPU.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         programs = [
-            engine._generate.lower((1, 64), params, state, slots),
-            engine._prefill.lower((128, 4), params, state.cache, *prompts),
+            engine._generate.lower((1, 64), params, state, table),
+            engine._prefill.lower((128, 4), params, state.cache, prompts),
         ]
     keys = state.cache.layers[0].keys[0]
     shape = "bf16[" + ",".join(map(str, keys.sharding.shard_shape(keys.shape))) + "]"

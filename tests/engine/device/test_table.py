@@ -1,0 +1,73 @@
+"""Tests of the packed arrays that go to a decode step and come back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lightning_jax.engine.device.table import (
+    SlotTable,
+    after_step,
+    pack_sampled,
+    read_rows,
+    unpack_sampled,
+)
+from lightning_jax.engine.sampling import Likeliest, Sampled
+from lightning_jax.engine.types import SamplingParams
+
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=2**40, min_p=0.05)
+SEED = 0xFFFFFFFE_80000001  # both halves are negative as int32
+
+
+def filled() -> SlotTable:
+    table = SlotTable(4)
+    table.begin(1, token=17, position=5, sampling=SAMPLING, seed=SEED, adapter=2)
+    table.begin(3, token=19, position=9, sampling=SamplingParams(temperature=0.0), seed=1)
+    return table
+
+
+def test_settings_arrive_as_they_are() -> None:
+    rows = read_rows(jnp.asarray(filled().next_steps([1])))
+    assert rows.is_active.tolist() == [False, True, False, False]
+    assert rows.is_first.tolist() == [False, True, False, True]
+    assert (rows.token[1], rows.position[1], rows.count[1], rows.adapter[1]) == (17, 5, 0, 2)
+    assert rows.key.dtype == jnp.uint32 and rows.key[1].tolist() == [2**32 - 2, 2**31 + 1]
+    assert rows.key[3].tolist() == [0, 1]
+    floats = [float(column[1]) for column in (rows.temperature, rows.top_p, rows.min_p)]
+    np.testing.assert_array_equal(floats, np.array([0.7, 0.9, 0.05], np.float32))
+    assert rows.top_k[1] == 2**31 - 1
+    assert rows.temperature[3] == 0.0
+
+
+def test_only_the_slots_that_step_are_counted() -> None:
+    table = filled()
+    assert table.length([1, 3]) == 9
+    table.next_steps([1])
+    table.next_steps([1], 4)
+    rows = read_rows(jnp.asarray(table.next_steps([3])))
+    assert rows.position.tolist() == [0, 10, 0, 9] and rows.count.tolist() == [0, 5, 0, 0]
+    assert rows.is_first.tolist() == [False, False, False, True]
+    assert table.counts().tolist() == [0, 5, 0, 1] and table.length([1]) == 10
+    table.begin(1, token=3, position=2, sampling=SAMPLING, seed=0)
+    assert table.counts()[1] == 0 and table.length([1]) == 2
+
+
+def test_steps_on_the_device_count_as_those_of_the_host() -> None:
+    table, other = filled(), filled()
+    packed = jnp.asarray(table.next_steps([1]))
+    for _ in range(3):
+        expected = jnp.asarray(other.next_steps([1]))
+        np.testing.assert_array_equal(packed, expected)
+        packed = after_step(packed)
+
+
+def test_a_packed_result_is_read_to_the_bit() -> None:
+    rng = np.random.default_rng(0)
+    logprobs = -rng.random((3, 5), np.float32)
+    logprobs[1, 0] = 0.0
+    tokens = np.array([0, 49151, 7, 8, 9], np.int32)
+    best = Likeliest(rng.integers(0, 99, (5, 20), np.int32), -rng.random((5, 20), np.float32))
+    for likeliest in (None, best):
+        sampled = Sampled(tokens, *logprobs, likeliest)
+        packed = np.asarray(jax.jit(pack_sampled)(sampled))
+        assert packed.dtype == np.int32 and len(packed) == (44 if likeliest else 4)
+        jax.tree.map(np.testing.assert_array_equal, unpack_sampled(packed), sampled)
