@@ -67,7 +67,7 @@ def test_a_packed_result_is_read_to_the_bit() -> None:
     tokens = np.array([0, 49151, 7, 8, 9], np.int32)
     best = Likeliest(rng.integers(0, 99, (5, 20), np.int32), -rng.random((5, 20), np.float32))
     for likeliest in (None, best):
-        sampled = Sampled(tokens, *logprobs, likeliest)
+        sampled = Sampled(tokens, logprobs[0], logprobs[1], logprobs[2], likeliest)
         packed = np.asarray(jax.jit(pack_sampled)(sampled))
         assert packed.dtype == np.int32 and len(packed) == (44 if likeliest else 4)
         jax.tree.map(np.testing.assert_array_equal, unpack_sampled(packed), sampled)
