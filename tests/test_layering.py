@@ -46,7 +46,7 @@ INNER = {
     "models": (
         *("model_files", "template_limits", "chat_template", "token_bytes", "tokenizer_files"),
         *("tokenizer", "config", "policies", "shape", "matmul", "precision", "mesh", "attention"),
-        *("transformer", "formats", "lora", "sharding", "reshard", "memory"),
+        *("layer_stack", "transformer", "formats", "lora", "sharding", "reshard", "memory"),
     ),
     "engine": (
         *("types", "config", "sampling", "scheduler", "grammar", "device", "response"),

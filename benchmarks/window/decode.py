@@ -40,7 +40,7 @@ SKIP_TEMP = "--xla_gpu_command_buffer_update_mode=SKIP_TEMP"
 NEEDS_GPU = "skipped: needs a GPU"
 Options = Mapping[str, str]
 Dispatch = Callable[[], Any]  # starts the next step and returns its result on the device
-VARIANTS = ("generate", "branched", "merged")  # of prototype.STEPS
+VARIANTS = ("generate", "branched", "separate")  # of decode_steps.STEPS
 
 
 @dataclass(frozen=True)
@@ -88,24 +88,24 @@ class Predicted:
 # By variant, model and slots. Two ends of a range are an H200 and an H100 where they differ.
 PREDICTED = {
     ("branched", "135m", 64): Predicted("1.6 to 2.1", "1.6 to 2.1", "1.6 to 2.1, or 0.45 to 0.6"),
-    ("generate", "135m", 64): Predicted("1.6 to 2.1", "1.1 to 1.5", "0.45 to 0.6", "27 to 36"),
-    ("merged", "135m", 64): Predicted("1.2 to 1.6", "1.1 to 1.5", "0.06", "27 to 36"),
+    ("generate", "135m", 64): Predicted("1.2 to 1.6", "1.1 to 1.5", "0.06", "27 to 36"),
+    ("separate", "135m", 64): Predicted("1.6 to 2.1", "1.1 to 1.5", "0.45 to 0.6", "27 to 36"),
     ("branched", "1.5b", 64): Predicted("2.2 to 2.8", "2.2 to 2.8", "2.2 to 2.8, or 0.45 to 0.6"),
-    ("generate", "1.5b", 64): Predicted("2.2 to 2.8", "1.7 to 2.2", "0.45 to 0.6", "58 to 65"),
-    ("merged", "1.5b", 64): Predicted("1.8 to 2.3", "1.7 to 2.2", "0.06", "58 to 65"),
+    ("generate", "1.5b", 64): Predicted("1.8 to 2.3", "1.7 to 2.2", "0.06", "58 to 65"),
+    ("separate", "1.5b", 64): Predicted("2.2 to 2.8", "1.7 to 2.2", "0.45 to 0.6", "58 to 65"),
     ("branched", "8b", 64): Predicted("7.1 to 9.7", "7.1 to 9.7", "7.1 to 9.7, or 0.5 to 0.7"),
-    ("generate", "8b", 64): Predicted("7.1 to 9.7", "6.6 to 9.1", "0.5 to 0.7", "75 to 78"),
-    ("merged", "8b", 64): Predicted("6.7 to 9.2", "6.6 to 9.1", "0.06", "75 to 78"),
+    ("generate", "8b", 64): Predicted("6.7 to 9.2", "6.6 to 9.1", "0.06", "75 to 78"),
+    ("separate", "8b", 64): Predicted("7.1 to 9.7", "6.6 to 9.1", "0.5 to 0.7", "75 to 78"),
     ("branched", "135m", 128): Predicted("1.6 to 2.3", "1.6 to 2.3", "1.6 to 2.3, or 0.45 to 0.6"),
-    ("generate", "135m", 128): Predicted("1.6 to 2.3", "1.1 to 1.7", "0.45 to 0.6", "43 to 51"),
-    ("merged", "135m", 128): Predicted("1.2 to 1.8", "1.1 to 1.7", "0.06", "43 to 51"),
+    ("generate", "135m", 128): Predicted("1.2 to 1.8", "1.1 to 1.7", "0.06", "43 to 51"),
+    ("separate", "135m", 128): Predicted("1.6 to 2.3", "1.1 to 1.7", "0.45 to 0.6", "43 to 51"),
 }
 
 
 def _measure_decode(variant: str, model: str, slots: int, setting: Setting) -> Iterator[Figure]:
     import jax
 
-    from window.prototype import STEPS, bytes_per_step, make_workload
+    from window.decode_steps import STEPS, bytes_per_step, make_workload
 
     predicted = PREDICTED[variant, model, slots]
     load = make_workload(model, slots, setting.is_tiny)
@@ -135,7 +135,7 @@ def _step_figures(
 def _measure_flags(setting: Setting) -> Iterator[Figure]:
     import jax
 
-    from window.prototype import engine_steps, make_workload
+    from window.decode_steps import engine_steps, make_workload
 
     load = make_workload("135m", 64, setting.is_tiny)
     for name, options in {"no command buffers": NO_BUFFERS, "with WHILE": WITH_WHILE}.items():
@@ -183,7 +183,7 @@ def _run_child(
 def _measure_skip_temp(setting: Setting) -> Iterator[Figure]:
     ends = time.monotonic() + setting.seconds - 5  # a child must not outlive this process
     flags = f"{os.environ.get('XLA_FLAGS', '')} {SKIP_TEMP}".strip()
-    for variant in ("generate", "merged"):
+    for variant in ("generate", "separate"):
         try:
             left = ends - time.monotonic()
             result, _ = _run_child(variant, setting.is_tiny, left, XLA_FLAGS=flags)
@@ -206,7 +206,7 @@ def update_times_us(log: str) -> list[float]:
 def _measure_graph_updates(setting: Setting) -> Iterator[Figure]:
     ends = time.monotonic() + setting.seconds - 5  # a child must not outlive this process
     logging = {"TF_CPP_VMODULE": "command_buffer_thunk=3", "TF_CPP_MIN_LOG_LEVEL": "0"}
-    for variant in ("generate", "branched", "merged"):
+    for variant in ("generate", "branched", "separate"):
         name = f"{variant}: graph updates"
         try:
             left = ends - time.monotonic()
@@ -410,7 +410,7 @@ def _attention_s(build: Callable[[AttentionShape], Any], shape: AttentionShape, 
     import jax
     import jax.numpy as jnp
 
-    from window.prototype import random_weights
+    from window.decode_steps import random_weights
 
     attend, kv_shape = build(shape)
     layer = [jax.ShapeDtypeStruct(kv_shape, jnp.bfloat16)] * 2
@@ -486,7 +486,7 @@ def main() -> None:
     args = parser.parse_args()
     import jax
 
-    from window.prototype import STEPS, make_workload
+    from window.decode_steps import STEPS, make_workload
 
     load = make_workload(args.model, args.slots, args.tiny)
     dispatch = STEPS[args.variant](load)

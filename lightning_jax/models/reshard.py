@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lightning_jax.models.formats.param_names import ParamPath, flatten, unflatten
+from lightning_jax.models.layer_stack import stack_layers, stacked_shardings
 from lightning_jax.models.sharding import list_shardings, to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.settings import ConfigError
@@ -40,20 +41,22 @@ class ServingCopy:
     params: Params
 
 
-def reshard(params: Params, shardings: Any, dtype: Any) -> Any:
+def reshard(params: Params, shardings: Any, dtype: Any, *, stacked: bool = False) -> Any:
     """Copy the weights in `dtype` to other shardings, and return once the copy is complete.
 
-    `shardings` is one sharding or a tree of them. If `params` span several processes, every process
+    `shardings` is one sharding or a tree of them, of the stacked weights if `stacked`, see
+    `layer_stack`. If `params` span several processes, every process
     first gets a full copy on its own devices. Only the copy at `shardings` is kept. Processes that
     do not own those devices get None. Weights of one process, such as those just loaded, are copied
     without the others.
     """
     leaves = jax.tree.leaves(params)
     if all(not isinstance(leaf, jax.Array) or leaf.is_fully_addressable for leaf in leaves):
-        return take_copy(prepare_copy(params, shardings, dtype), shardings)
+        copy = prepare_stack(params, shardings, dtype) if stacked else None
+        return take_copy(copy or prepare_copy(params, shardings, dtype), shardings)
     targets = jax.tree.leaves(shardings)
     everywhere = _in_every_process(targets[0].mesh)
-    leaves, form = jax.tree.flatten(_copy(params, dtype))
+    leaves, form = jax.tree.flatten(_copy(params, dtype, stacked))
     moved = jax.block_until_ready(
         jax.device_put(leaves, [NamedSharding(everywhere, target.spec) for target in targets])
     )
@@ -91,6 +94,21 @@ def prepare_copy(
     for i, copied in zip(to_cast, cast([leaves[i] for i in to_cast]), strict=True):
         leaves[i] = copied
     return ServingCopy(unflatten(dict(zip(paths, leaves, strict=True))))
+
+
+def prepare_stack(params: Params, shardings: Any, dtype: Any) -> ServingCopy:
+    """Prepare a copy of all weights of a model, with those of its layers stacked by kind.
+
+    `shardings` are those of the stacked weights.
+    """
+    leaves, form = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
+    sources = [leaf.sharding for leaf in leaves]
+    stacked = stacked_shardings(form.unflatten(sources))
+    ours, stacked_form = jax.tree.flatten(stacked)
+    targets = list_shardings(shardings, stacked)
+    layouts = tuple(layout(source, target) for source, target in zip(ours, targets, strict=True))
+    program = _stacker(jnp.dtype(dtype), form, tuple(sources), stacked_form, layouts)
+    return ServingCopy(program(leaves))
 
 
 def take_copy(copy: ServingCopy, shardings: Any) -> Params:
@@ -147,15 +165,34 @@ def _caster(dtype: Any, shardings: tuple[tuple[Sharding, Sharding], ...]) -> Any
     """Return a program that copies arrays from the first to the second sharding of each pair."""
 
     def cast(leaves: Sequence[Any]) -> list[Any]:
-        copies = []
-        for leaf, (source, _) in zip(leaves, shardings, strict=True):
-            copied = jnp.copy(leaf).astype(dtype)
-            if isinstance(source, NamedSharding):  # casting before gathering halves the traffic
-                copied = jax.lax.with_sharding_constraint(copied, source)
-            copies.append(copied)
-        return copies
+        pairs = zip(leaves, shardings, strict=True)
+        return [_cast_before_gather(leaf, source, dtype) for leaf, (source, _) in pairs]
 
     return jax.jit(cast, out_shardings=[target for _, target in shardings])
+
+
+@functools.lru_cache(maxsize=16)
+def _stacker(
+    dtype: Any,
+    form: Any,
+    sources: tuple[Sharding, ...],
+    stacked_form: Any,
+    layouts: tuple[Sharding, ...],
+) -> Any:
+    """Return a program that casts and stacks the leaves of a tree of this form."""
+
+    def stack(leaves: Sequence[Any]) -> Params:
+        pairs = zip(leaves, sources, strict=True)
+        return stack_layers(form.unflatten(_cast_before_gather(*pair, dtype) for pair in pairs))
+
+    return jax.jit(stack, out_shardings=stacked_form.unflatten(layouts))
+
+
+def _cast_before_gather(leaf: Any, source: Sharding, dtype: Any) -> Any:
+    copied = jnp.copy(leaf).astype(dtype)
+    if isinstance(source, NamedSharding):  # casting before gathering halves the traffic
+        copied = jax.lax.with_sharding_constraint(copied, source)
+    return copied
 
 
 def _bounds(index: Any, leaf: Any) -> _Bounds:
@@ -179,10 +216,11 @@ def _part(shards: dict[tuple[Any, _Bounds], Any], device: Any, target: _Bounds) 
     return jax.lax.slice(shard.data, starts.tolist(), ends.tolist())
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _copy(params: Params, dtype: Any) -> Params:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _copy(params: Params, dtype: Any, stacked: bool) -> Params:
     """Copy and cast, because `device_put` between processes may return an input array unchanged."""
-    return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)
+    copied = jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)
+    return stack_layers(copied) if stacked else copied
 
 
 def _in_every_process(mesh: Mesh) -> Mesh:

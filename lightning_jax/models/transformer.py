@@ -11,11 +11,13 @@ weight in place:
         .../lora_a [in, rank], lora_b [rank, out] next to kernels with an adapter (lora.py);
         [N, in, rank], [N, rank, out] if the rows of a batch choose among N adapters
 
-For decoding on a CPU, each kernel [in, out] becomes a kernel_t [out, in] (matmul.py).
+For decoding on a CPU, each kernel [in, out] becomes a kernel_t [out, in] (matmul.py). For decoding
+on a GPU, the weights of all layers are stacked (layer_stack.py).
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -29,10 +31,12 @@ from lightning_jax.models.attention.attention import RopeTables
 from lightning_jax.models.attention.kv_cache import (
     KVCache,
     LayerCache,
+    Rows,
     attend_cache,
     write_cache,
 )
 from lightning_jax.models.config import LoraConfig
+from lightning_jax.models.layer_stack import layer_of
 from lightning_jax.models.matmul import matmul, matmul_turned, product
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 
@@ -48,7 +52,7 @@ class LayerInputs(NamedTuple):
     rope: RopeTables
     ends: Int[Array, "B T"] | None  # without a cache: see `forward`
     positions: Int[Array, "B T"] | None  # with a cache: where the row's tokens are written
-    rows: Int[Array, " B"] | None  # with a cache: its row for each row of the batch
+    rows: Rows | None  # with a cache: its row for each row of the batch
     adapters: Int[Array, " B"] | None  # index for each row; None: the model has at most one
 
 
@@ -294,13 +298,17 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
     if remat and cache is None:
         return _forward_recomputing(params, config, tokens, inputs, gather), None
     params = gather(params)
-    x, layers = _embed(params, config, tokens), []
+    x, layers = _embed(params, config, tokens), list(cache.layers) if cache else []
     for i in range(config.shape.num_layers):
-        cached = None if cache is None else cache.layers[i]
-        x, cached = _layer(config, params[f"layers_{i}"], x, inputs, cached)
-        layers.append(cached)
+        layer = layer_of(params, i)
+        if cache is None:
+            x, _ = _layer(config, layer, x, inputs, None)
+            continue
+        place = i // cache.stacked
+        of_layer = inputs._replace(rows=cache.rows_of(i, rows, len(tokens)))
+        x, layers[place] = _layer(config, layer, x, of_layer, layers[place])
     x = _final_norm(params, config, x)
-    return x, None if cache is None else KVCache(tuple(layers))
+    return x, None if cache is None else replace(cache, layers=tuple(layers))
 
 
 def _final_norm(params: Params, config: DecoderConfig, x: Hidden) -> Hidden:

@@ -19,6 +19,7 @@ from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models import reshard as module
 from lightning_jax.models.config import LoraConfig, MeshConfig
 from lightning_jax.models.formats.param_names import flatten
+from lightning_jax.models.layer_stack import layer_of, stacked_shardings
 from lightning_jax.models.lora import ADAPTER_LEAVES, adapted, trained_part
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.reshard import copy_host_weights, copy_to_host, params_from_host, reshard
@@ -87,6 +88,35 @@ def test_weights_reach_any_devices_without_the_host(
         ):
             assert leaf.sharding == target
             np.testing.assert_array_equal(leaf, value)
+
+
+@pytest.mark.parametrize(
+    ("training", "serving"),
+    [
+        (make_mesh(MeshConfig(1, 8, 1)), make_mesh(MeshConfig(1, 1, 1, first_device=5))),
+        (make_mesh(MeshConfig(2, 2, 2)), make_mesh(MeshConfig(1, 1, 2, first_device=2))),
+        (make_mesh(MeshConfig(1, 2, 1)), make_mesh(MeshConfig(1, 2, 4))),
+    ],
+)
+def test_layers_arrive_stacked_by_kind(
+    training: Mesh, serving: Mesh, host_reads: list[int], compiled: list[str]
+) -> None:
+    with jax.transfer_guard_device_to_host("allow"):
+        params = weights(training)
+        cast = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), params)
+    shardings = stacked_shardings(param_shardings(SHAPE, serving))
+    reshard(params, shardings, jnp.bfloat16, stacked=True)
+    host_reads.clear()
+    compiled.clear()
+    served = reshard(params, shardings, jnp.bfloat16, stacked=True)
+    assert host_reads == [] and compiled == []
+    with jax.transfer_guard_device_to_host("allow"):
+        for leaf, target in zip(*map(jax.tree.leaves, (served, shardings)), strict=True):
+            assert leaf.sharding == target and leaf.dtype == jnp.bfloat16
+        layers = {f"layers_{i}": layer_of(served, i) for i in range(SHAPE.shape.num_layers)}
+        others = {name: leaf for name, leaf in served.items() if name != "layers"}
+        jax.tree.map(np.testing.assert_array_equal, layers | others, cast)
+    assert served["layers"]["q"]["kernel"].sharding.spec[0] is None
 
 
 def test_a_copy_in_the_same_dtype_survives_the_donation_of_the_original() -> None:

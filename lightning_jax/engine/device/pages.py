@@ -172,30 +172,41 @@ def _copy_at_once(
     block = jnp.where(is_padding, 0, block)
 
     def in_blocks(rows: Any) -> Any:
-        return rows.reshape(*rows.shape[:TOKEN_AXIS], end, PAGE, rows.shape[-1])
+        return rows.reshape(*rows.shape[:3], end, PAGE, rows.shape[-1])
 
     def put_in_row(pages: Any, rows: Any, **_: int) -> Any:
-        to = jnp.where(is_padding, len(rows), slot)  # past the last row: dropped
-        blocks = in_blocks(rows).at[to, :, block].set(pages[page], mode="drop")
+        to = jnp.where(is_padding, rows.shape[1], slot)  # past the last row: dropped
+        chosen = jnp.moveaxis(pages[:, page], 1, 0)
+        blocks = in_blocks(rows).at[:, to, :, block].set(chosen, mode="drop")
         return blocks.reshape(rows.shape)
 
     def put_in_pages(rows: Any, pages: Any, **_: int) -> Any:
-        to = jnp.where(is_padding, len(pages), page)  # past the last page: dropped
-        return pages.at[to].set(in_blocks(rows)[slot, :, block], mode="drop")
+        to = jnp.where(is_padding, pages.shape[1], page)  # past the last page: dropped
+        chosen = in_blocks(rows)[:, slot, :, block]
+        return pages.at[:, to].set(jnp.moveaxis(chosen, 0, 1), mode="drop")
 
     return _map_sides(put_in_row if to_row else put_in_pages, source, target)
 
 
 def _map_sides(put: Callable[..., Any], source: KVCache, target: KVCache) -> KVCache:
-    """Apply `put` to the keys and values of each layer, passing the axis of their tokens."""
+    """Apply `put` to the keys and values of the layers, passing the axis of their tokens.
+
+    The arrays that it gets have an axis for the stacked layers in front.
+    """
+
+    def put_one(source_rows: Any, target_rows: Any, axis: int) -> Any:
+        stacks = (
+            rows.reshape(target.stacked, -1, *rows.shape[1:]) for rows in (source_rows, target_rows)
+        )
+        return put(*stacks, axis=axis + 1).reshape(target_rows.shape)
 
     def put_sides(source: LayerCache, target: LayerCache) -> LayerCache:
-        keys = jax.tree.map(partial(put, axis=target.key_axis), source.keys, target.keys)
-        values = jax.tree.map(partial(put, axis=TOKEN_AXIS), source.values, target.values)
+        keys = jax.tree.map(partial(put_one, axis=target.key_axis), source.keys, target.keys)
+        values = jax.tree.map(partial(put_one, axis=TOKEN_AXIS), source.values, target.values)
         return replace(target, keys=keys, values=values)
 
     pairs = zip(source.layers, target.layers, strict=True)
-    return KVCache(tuple(itertools.starmap(put_sides, pairs)))
+    return replace(target, layers=tuple(itertools.starmap(put_sides, pairs)))
 
 
 def _blocks_of_segments(cache: KVCache) -> list[tuple[KVCache, int, int]]:
@@ -215,10 +226,11 @@ def _copy_page(source: KVCache, target: KVCache, from_position: Any, to_position
 
     def start_indices(position: Any, axis: int) -> tuple[Any, ...]:
         row, token = position
-        return (row, *(token if i == axis else 0 for i in (1, 2, 3)))
+        return (0, row, *(token if i == axis else 0 for i in (2, 3, 4)))
 
     def copy(from_: Any, into: Any, axis: int) -> Any:
-        size = (1, *(PAGE if i == axis else n for i, n in enumerate(from_.shape) if i))
+        layers, _, *rest = from_.shape
+        size = (layers, 1, *(PAGE if i == axis else n for i, n in enumerate(rest, 2)))
         page = jax.lax.dynamic_slice(from_, start_indices(from_position, axis), size)
         return jax.lax.dynamic_update_slice(into, page, start_indices(to_position, axis))
 

@@ -34,10 +34,17 @@ from lightning_jax.engine.scheduler import ChunkBatch, plan_prefill, row_counts
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.attention.kv_cache import KVCache, is_whole, row_length, segment_lengths
 from lightning_jax.models.formats.param_names import flatten
+from lightning_jax.models.layer_stack import stacked_shardings
 from lightning_jax.models.lora import frozen_part, pick
 from lightning_jax.models.matmul import turn_kernels
 from lightning_jax.models.mesh import platform_of
-from lightning_jax.models.reshard import ServingCopy, prepare_copy, reshard, take_copy
+from lightning_jax.models.reshard import (
+    ServingCopy,
+    prepare_copy,
+    prepare_stack,
+    reshard,
+    take_copy,
+)
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.sharding import cache_sharding, param_shardings
 from lightning_jax.settings import ConfigError
@@ -83,6 +90,10 @@ class SlotPrograms:
         on_one_cpu = len(self._plain.device_set) == 1 and self._platform == "cpu"
         turned = dtype == "float32" and on_one_cpu
         self.config, self.mesh = config.with_execution(turned=turned), mesh
+        # The frozen weights beside adapters are those of the trainer, which has them one by one. In
+        # a loop of several steps XLA for GPUs copies each layer's weights out of a stack.
+        is_single = serve.steps_per_dispatch == 1 and config.execution.lora is None
+        self._stacks = self._platform == "gpu" and is_single
         self.num_slots, self.max_len = serve.slots, serve.max_len
         self.steps_per_dispatch = serve.steps_per_dispatch
         buckets = serve.with_sizes().prefill_buckets
@@ -174,7 +185,7 @@ class SlotPrograms:
         if isinstance(params, ServingCopy):
             served = take_copy(params, self._targets(params.params))
         else:
-            served = reshard(params, self._targets(params), self._dtype)
+            served = reshard(params, self._targets(params), self._dtype, stacked=self._stacks)
         turned = self.config.execution.turned
         return jax.block_until_ready(turn_kernels(served)) if turned else served
 
@@ -186,6 +197,8 @@ class SlotPrograms:
         """
         if jax.process_count() > 1:  # there is one engine, and `put_on_mesh` runs in all processes
             return params
+        if self._stacks:
+            return prepare_stack(params, self._targets(params), self._dtype)
         frozen = frozen_part(params) if share_base else None
         shared = () if frozen is None else flatten(frozen)
         return prepare_copy(params, self._targets(params), self._dtype, shared=shared)
@@ -193,8 +206,8 @@ class SlotPrograms:
     def _targets(self, params: Params) -> Any:
         if self.mesh is None:
             return self._plain
-        config = self.config.with_execution(turned=False)
-        return pick(param_shardings(config, self.mesh), params)
+        shardings = param_shardings(self.config.with_execution(turned=False), self.mesh)
+        return stacked_shardings(shardings) if self._stacks else pick(shardings, params)
 
     def init_state(self) -> DecodeState:
         """Return a state with all rows empty."""

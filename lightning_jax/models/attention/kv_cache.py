@@ -7,7 +7,8 @@ only the first segments, but a slice of one array would be copied.
 
 On a GPU or TPU a row is whole, because the kernels read it up to its last token (flash_cache.py).
 A token's key is contiguous there. With tokens on the last axis, the TPU compiler would transpose
-all keys to write one, and transpose them back.
+all keys to write one, and transpose them back. The rows of all layers are in one array, because
+the host hands each array to each program, which takes it longer than the device computes.
 """
 
 import itertools
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from lightning_jax.models.attention import flash, flash_cache
@@ -29,7 +31,7 @@ SEGMENT = 256  # tokens of the first segments; reading fewer saves almost nothin
 TOKEN_AXIS = 2  # token axis of a segment of values
 Segments = tuple[Leaf, ...]
 Queries = Float[Array, "B K M D"]  # M queries of each key head
-Rows = Int[Array, " B"]  # of the cache, one for each row of the batch
+Rows = Int[Array | np.ndarray, " B"]  # of the cache, one for each row of the batch
 
 
 @jax.tree_util.register_dataclass
@@ -37,8 +39,8 @@ Rows = Int[Array, " B"]  # of the cache, one for each row of the batch
 class LayerCache:
     """Keys and values of one layer, in segments [S, K, D, C] and [S, K, C, D] with row = slot.
 
-    A `whole` layer has one array of keys and one of values, both [S, K, C, D]. D may be wider than
-    a head.
+    If it is `whole`, there is one array of keys and one of values, both [R, K, C, D] with the rows
+    of all layers, of which those of layer i begin at i * S. D may be wider than a head.
     """
 
     keys: Segments
@@ -59,23 +61,38 @@ class LayerCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of all layers."""
+    """Keys and values of all layers, or of `stacked` layers in each of `layers`."""
 
     layers: tuple[LayerCache, ...]
+    stacked: int = field(default=1, metadata={"static": True})
 
     @property
     def length(self) -> int:
         """Number of tokens that a row holds."""
         return self.layers[0].length
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows S of each layer."""
+        return self.layers[0].values[0].shape[0] // self.stacked
+
+    def rows_of(self, layer: int, rows: Rows | None, number: int) -> Rows | None:
+        """Return where a layer's `rows`, by default its first `number`, are in its array."""
+        if self.stacked == 1:
+            return rows
+        first = layer % self.stacked * self.num_rows
+        # Without rows it is a constant, which takes no work of the device.
+        return first + (np.arange(number, dtype=np.int32) if rows is None else rows)
+
     def split(self) -> "list[KVCache]":
         """Return one cache for each segment, the inverse of `join`."""
         return [
-            KVCache(
-                tuple(
+            replace(
+                self,
+                layers=tuple(
                     replace(layer, keys=(layer.keys[i],), values=(layer.values[i],))
                     for layer in self.layers
-                )
+                ),
             )
             for i in range(len(self.layers[0].values))
         ]
@@ -83,16 +100,15 @@ class KVCache:
 
 def join_caches(parts: Sequence[KVCache]) -> KVCache:
     """Concatenate the rows of the parts to one cache."""
-    return KVCache(
-        tuple(
-            replace(
-                same[0],
-                keys=tuple(itertools.chain(*(layer.keys for layer in same))),
-                values=tuple(itertools.chain(*(layer.values for layer in same))),
-            )
-            for same in zip(*(part.layers for part in parts), strict=True)
+    layers = tuple(
+        replace(
+            same[0],
+            keys=tuple(itertools.chain(*(layer.keys for layer in same))),
+            values=tuple(itertools.chain(*(layer.values for layer in same))),
         )
+        for same in zip(*(part.layers for part in parts), strict=True)
     )
+    return replace(parts[0], layers=layers)
 
 
 def is_whole(platform: str) -> bool:
@@ -131,6 +147,8 @@ def init_cache(
     """Build a cache of zeros for a model of this shape, in the layout of this platform."""
     whole, width = is_whole(platform), flash_cache.kernel_width(platform, shape.head_dim)
     lengths = (length,) if whole else segment_lengths(length)
+    stacked = shape.num_layers if whole else 1
+    rows *= stacked
     values = [(rows, shape.num_kv_heads, size, width) for size in lengths]
     keys = values if whole else [(rows, shape.num_kv_heads, width, size) for size in lengths]
 
@@ -138,7 +156,7 @@ def init_cache(
         sides = [tuple(jnp.zeros(size, dtype) for size in sizes) for sizes in (keys, values)]
         return LayerCache(sides[0], sides[1], whole)
 
-    return KVCache(tuple(layer() for _ in range(shape.num_layers)))
+    return KVCache(tuple(layer() for _ in range(shape.num_layers // stacked)), stacked)
 
 
 def write_cache(

@@ -55,10 +55,11 @@ def numbers(slots: int, length: int, sharding: Any, platform: str = "cpu") -> KV
 
 def token_rows(cache: KVCache) -> np.ndarray:
     """Return keys and values of layer 1 as [S, C, 2 * K * D], with a token's numbers together."""
-    layer = cache.layers[1]
+    layer = cache.layers[1 // cache.stacked]
     keys = np.moveaxis(np.concatenate(layer.keys, axis=layer.key_axis), layer.key_axis, 1)
     values = np.concatenate(layer.values, axis=2).transpose(0, 2, 1, 3)
-    return np.concatenate([x.reshape(*x.shape[:2], -1) for x in (keys, values)], axis=2)
+    rows = np.concatenate([x.reshape(*x.shape[:2], -1) for x in (keys, values)], axis=2)
+    return rows[-cache.num_rows :]
 
 
 def devices(kind: str) -> Any:
@@ -80,7 +81,7 @@ def test_blocks_go_to_pages_and_back_to_another_row(kind: str, platform: str):
             stored[page], before[1, block * PAGE :][:PAGE], err_msg=str(page)
         )
     assert np.count_nonzero(stored.any(axis=(1, 2))) == 3
-    assert pool.layers[1].keys[0].sharding.is_equivalent_to(cache.layers[1].keys[0].sharding, 4)
+    assert pool.layers[0].keys[0].sharding.is_equivalent_to(cache.layers[0].keys[0].sharding, 4)
 
     both = [*moves(0, 0, (9, 7)), *moves(2, 0, (2,))]
     cache = pages.restore(cache, pool, both)

@@ -185,7 +185,8 @@ def test_rows_of_an_accelerator_lie_in_one_piece_and_serve_the_same(
     assert engine.capacities == (380,) and engine.slot_counts == slot_counts
     assert engine.init_state().cache.length == 384
     ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
-    slots = Slots(engine, model.params)
+    slots = Slots(engine, engine.put_on_mesh(model.params))
+    assert ("layers" in slots.params) == (platform == "gpu")
     slots.begin(2, ids)
     tokens, logprobs = slots.decode([2], 4)
     response = tokens[:, 0].tolist()

@@ -3,6 +3,7 @@
 They run on a CPU, so without the kernels of tests/models/attention/test_flash_cache.py.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -41,10 +42,10 @@ def _empty(rows: int, length: int, platform: str = "cpu") -> KVCache:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _filled(rows: int, length: int, platform: str = "cpu") -> tuple[KVCache, jax.Array, jax.Array]:
-    """Return a cache filled in one write, and its keys and values [B, T, K, D]."""
+    """Return a cache of one layer, filled in one write, and its keys and values [B, T, K, D]."""
     random = jax.random.split(jax.random.key(0), 2)
     keys, values = (jax.random.normal(key, (rows, length, 2, 8)) for key in random)
-    empty = _empty(rows, length, platform)
+    empty = init_cache(replace(SHAPE, num_layers=1), rows, length, platform=platform)
     positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
     return KVCache((write_cache(empty.layers[0], keys, values, positions),)), keys, values
 
@@ -65,14 +66,24 @@ def test_segments_grow_with_what_comes_before_them():
 
 
 def test_a_kernel_reads_a_row_in_one_piece_and_as_wide_as_it_wants() -> None:
-    shapes = {"gpu": (3, 2, 300, 16), "tpu": (3, 2, 300, 128)}
+    shapes = {"gpu": (6, 2, 300, 16), "tpu": (6, 2, 300, 128)}  # three rows of two layers
     for platform, shape in shapes.items():
         cache = _empty(3, 300, platform)
         assert {leaf.shape for leaf in jax.tree.leaves(cache)} == {shape} and cache.length == 300
-        assert len(jax.tree.leaves(cache)) == 4 and len(cache.split()) == 1
+        assert len(jax.tree.leaves(cache)) == 2 and len(cache.split()) == 1
     assert [kernel_width("gpu", width) for width in (8, 64, 80, 128)] == [16, 64, 128, 128]
     assert [kernel_width("tpu", width) for width in (64, 128, 192)] == [128, 128, 256]
     assert [row_length(600, platform) for platform in ("cpu", "gpu", "tpu")] == [600, 640, 640]
+
+
+def test_rows_of_a_layer_are_after_those_of_the_layers_before():
+    cache = _empty(3, 300, "gpu")
+    assert (cache.stacked, cache.num_rows) == (2, 3)
+    assert np.asarray(cache.rows_of(1, None, 2)).tolist() == [3, 4]
+    assert np.asarray(cache.rows_of(1, jnp.array([2, 0]), 2)).tolist() == [5, 3]
+    assert np.asarray(cache.rows_of(0, jnp.array([2, 0]), 2)).tolist() == [2, 0]
+    other = _empty(3, 300)
+    assert (other.stacked, other.num_rows, other.rows_of(1, None, 2)) == (1, 3, None)
 
 
 def test_join_reverses_split():
