@@ -55,7 +55,7 @@ INNER = {
     ),
     "traces": (
         *("config", "attributes", "context", "otlp", "tree", "rewards", "roles"),
-        *("_sqlite", "rows", "_spans", "store", "convert", "listing", "trajectories"),
+        *("export", "_sqlite", "rows", "_spans", "store", "convert", "listing", "trajectories"),
     ),
     "rl": (
         *("config", "algorithms", "choices", "sequence", "token_weights", "gae"),
