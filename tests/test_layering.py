@@ -44,7 +44,14 @@ INNER = {
         *("dialects", "sessions", "calls", "http", "app"),
     ),
     "models": (
-        *("model_files", "template_limits", "chat_template", "token_bytes", "tokenizer_files"),
+        *(
+            "model_files",
+            "template_limits",
+            "chat_template",
+            "token_bytes",
+            "slow_tokenizers",
+            "tokenizer_files",
+        ),
         *("tokenizer", "config", "policies", "shape", "matmul", "precision", "mesh", "attention"),
         *("transformer", "formats", "lora", "sharding", "reshard", "memory"),
     ),

@@ -38,6 +38,7 @@ OPTIONAL = {
     *("tensorboard", "wandb", "mlflow", "trackio"),
     # The second and the third come with the first.
     *("opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "requests"),
+    "transformers",
 }
 
 IMPORT_ALL = """
@@ -136,7 +137,7 @@ def test_metadata_says_what_an_index_shows(metadata: Message) -> None:
         assert f"Programming Language :: Python :: 3.{minor}" in classifiers
     extras = {"cuda12", "tpu", "jetstream", "dev", "spider", "musique", "calcx", "ollama"}
     extras |= {"gpu-compiler", "tensorboard", "wandb", "mlflow", "trackio", "gym", "verifiers"}
-    extras |= {"otlp"}
+    extras |= {"otlp", "tokenizers"}
     assert extras <= set(metadata.get_all("Provides-Extra", []))
 
 

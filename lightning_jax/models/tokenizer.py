@@ -9,9 +9,9 @@ from typing import Any
 
 import tokenizers
 
-from lightning_jax.models import chat_template, token_bytes, tokenizer_files
+from lightning_jax.models import chat_template, slow_tokenizers, token_bytes, tokenizer_files
 from lightning_jax.models.chat_template import end_of_turn
-from lightning_jax.models.model_files import ModelError, malformed, read_object
+from lightning_jax.models.model_files import malformed, read_object
 from lightning_jax.types import Message
 
 TOOL_TEMPLATE = "tool_use"  # name of the template that transformers uses for tools
@@ -226,25 +226,26 @@ def _unpickle(backend: str, options: Mapping[str, Any]) -> Tokenizer:
 
 
 def from_hf(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face model directory. Raises ModelError."""
+    """Load the tokenizer of a Hugging Face model directory. Raises ModelError.
+
+    One that has no tokenizer.json is converted.
+    """
     path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError.missing(
-            str(path),
-            f"{directory} has no tokenizer.json; save a fast tokenizer there with transformers' "
-            "AutoTokenizer",
-        )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust library raises nothing narrower
-        raise malformed(path, "a readable tokenizer", error) from error
+    names: Mapping[str, str] = {}
+    if path.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust library raises nothing narrower
+            raise malformed(path, "a readable tokenizer", error) from error
+    else:
+        backend, names = slow_tokenizers.convert(directory)
     # Truncation or padding left over from training would cut or lengthen every prompt.
     backend.no_truncation()
     backend.no_padding()
     settings = read_object(directory / "tokenizer_config.json")
     named = tokenizer_files.named_tokens(directory, settings)
     tokenizer_files.add_declared(backend, directory, settings, named)
-    special = named.texts
+    special = {**names, **named.texts}
     ends = tokenizer_files.declared_ends(directory)
     named_end = backend.token_to_id(special.get("eos_token", ""))
     templates = tokenizer_files.read_templates(directory, settings)

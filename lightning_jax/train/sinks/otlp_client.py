@@ -66,7 +66,7 @@ class OtlpClient:
         status = self._answer.status
         if result is not SpanExportResult.SUCCESS or status is None or status >= 300:
             lines = self._answer.log or [f"it answered {status}"]
-            return 0, in_one_line(lines[-1])
+            return 0, in_one_line(lines[0])  # later ones only say that retries ended
         return self._num_accepted(len(spans))
 
     def close(self) -> None:
