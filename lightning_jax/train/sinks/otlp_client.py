@@ -27,6 +27,7 @@ class Answer:
     """Last answer of the collector, as far as it was read."""
 
     status: int | None = None
+    error: Exception | None = None  # there was none
     body: bytes = b""
     log: list[str] = field(default_factory=list)  # messages of the exporter
 
@@ -60,13 +61,14 @@ class OtlpClient:
         """
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        self._answer.status, self._answer.body = None, b""
+        self._answer.status, self._answer.error, self._answer.body = None, None, b""
         with _uninstrumented(), self._kept_log():
             result = self._exporter.export([self._readable(span) for span in spans])
         status = self._answer.status
         if result is not SpanExportResult.SUCCESS or status is None or status >= 300:
-            lines = self._answer.log or [f"it answered {status}"]
-            return 0, in_one_line(lines[0])  # later ones only say that retries ended
+            answered = None if status is None else f"it answered with status {status}"
+            reason = answered or self._answer.error or ", ".join(self._answer.log)
+            return 0, in_one_line(str(reason))
         return self._num_accepted(len(spans))
 
     def close(self) -> None:
@@ -157,7 +159,11 @@ def _make_session(answer: Answer) -> Any:
 
     class Session(requests.Session):
         def send(self, request: Any, **kwargs: Any) -> Any:
-            response = super().send(request, **(kwargs | {"stream": True}))
+            try:
+                response = super().send(request, **(kwargs | {"stream": True}))
+            except Exception as error:
+                answer.error = error
+                raise
             answer.status, answer.body = response.status_code, _read(response.raw)
             response.close()
             return response

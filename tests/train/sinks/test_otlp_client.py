@@ -4,8 +4,11 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import requests
+from opentelemetry import context
 from otlp_collector import Collector, open_collector, values_of
 
 from lightning_jax.traces import attributes
@@ -95,7 +98,8 @@ def test_a_collector_that_hangs_costs_the_timeout(client: OtlpClient, collector:
 def test_a_collector_that_is_down_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
     client = OtlpClient("http://127.0.0.1:1/v1/traces", {}, "mine")
-    assert client.send(SPANS)[0] == 0
+    number, reason = client.send(SPANS)
+    assert number == 0 and "127.0.0.1" in reason
     client.close()
 
 
@@ -125,6 +129,22 @@ def test_lines_of_an_agents_exporter_are_logged(
         theirs.join()
     logger.error("later")
     assert [record.getMessage() for record in caplog.records] == ["theirs", "later"]
+
+
+def test_instrumentation_of_http_does_not_trace_the_requests(
+    client: OtlpClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, seen = requests.Session.send, list[object]()
+
+    def instrumented(*arguments: Any, **kwargs: Any) -> requests.Response:
+        seen.append(context.get_value("suppress_instrumentation"))
+        return send(*arguments, **kwargs)
+
+    monkeypatch.setattr(requests.Session, "send", instrumented)
+    monkeypatch.setattr(context, "_SUPPRESS_INSTRUMENTATION_KEY", "suppress_instrumentation")
+    assert client.send(SPANS)[0] == 2
+    assert seen == [True]
+    assert context.get_value("suppress_instrumentation") is None
 
 
 def test_values_that_protobuf_refuses_are_changed() -> None:
