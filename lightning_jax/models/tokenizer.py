@@ -32,8 +32,10 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         tool_format: str = "",
         tool_template: str | None = None,
+        habits: Mapping[str, Any] | None = None,
     ) -> None:
         self._backend = backend
+        self.habits = dict(habits or {})  # see tokenizer_files.HABITS; for other programs
         self.template = template
         self.tool_template = tool_template  # to use with tools, where the model has one for them
         self.tool_format = tool_format  # that the model writes calls in; "": known by its template
@@ -58,6 +60,7 @@ class Tokenizer:
             "special_tokens": self.special_tokens,
             "tool_format": self.tool_format,
             "tool_template": self.tool_template,
+            "habits": self.habits,
         }
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -208,6 +211,7 @@ class Tokenizer:
         settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self.special_tokens,
+            **self.habits,
         }
         settings["clean_up_tokenization_spaces"] = False
         if self.tool_template is not None:
@@ -255,6 +259,7 @@ def from_hf(directory: Path) -> Tokenizer:
         tool_template=templates.get(TOOL_TEMPLATE),
         eos_ids=ends if named_end is None else ends | {named_end},
         special_tokens=special,
+        habits=tokenizer_files.read_habits(settings),
     )
 
 
