@@ -93,6 +93,10 @@ setup(
         "wandb": ["wandb>=0.20"],
         "mlflow": ["mlflow>=3.0"],
         "trackio": ["trackio>=0.20"],
+        # traces.export; see docs/howto/export_traces.md.
+        "otlp": ["opentelemetry-exporter-otlp-proto-http>=1.38"],
+        # Models without a tokenizer.json.
+        "tokenizers": ["transformers>=5.0", "sentencepiece>=0.2", "tiktoken>=0.8"],
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0", "ruff>=0.14"],  # make docs
         "dev": [
             "beartype>=0.21",

@@ -44,7 +44,14 @@ INNER = {
         *("dialects", "sessions", "calls", "http", "app"),
     ),
     "models": (
-        *("model_files", "template_limits", "chat_template", "token_bytes", "tokenizer_files"),
+        *(
+            "model_files",
+            "template_limits",
+            "chat_template",
+            "token_bytes",
+            "slow_tokenizers",
+            "tokenizer_files",
+        ),
         *("tokenizer", "config", "policies", "shape", "matmul", "precision", "mesh", "attention"),
         *("layer_stack", "transformer", "formats", "lora", "sharding", "reshard", "memory"),
     ),
@@ -55,7 +62,7 @@ INNER = {
     ),
     "traces": (
         *("config", "attributes", "context", "otlp", "tree", "rewards", "roles"),
-        *("_sqlite", "rows", "_spans", "store", "convert", "listing", "trajectories"),
+        *("export", "_sqlite", "rows", "_spans", "store", "convert", "listing", "trajectories"),
     ),
     "rl": (
         *("config", "algorithms", "choices", "sequence", "token_weights", "gae"),

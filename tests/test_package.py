@@ -26,6 +26,8 @@ DISTRIBUTIONS = {
     "google.protobuf": "protobuf",
     "opentelemetry": "opentelemetry-api",
     "opentelemetry.proto": "opentelemetry-proto",
+    "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-http",
+    "opentelemetry.sdk": "opentelemetry-sdk",
     "opentelemetry.semconv": "opentelemetry-semantic-conventions",
     "orbax": "orbax-checkpoint",
     "pydantic_core": "pydantic",  # which pins it
@@ -34,6 +36,9 @@ DISTRIBUTIONS = {
 OPTIONAL = {
     *("jetstream", "langgraph", "langchain-openai"),  # the last two: of a template
     *("tensorboard", "wandb", "mlflow", "trackio"),
+    # The second and the third come with the first.
+    *("opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "requests"),
+    "transformers",
 }
 
 IMPORT_ALL = """
@@ -132,6 +137,7 @@ def test_metadata_says_what_an_index_shows(metadata: Message) -> None:
         assert f"Programming Language :: Python :: 3.{minor}" in classifiers
     extras = {"cuda12", "tpu", "jetstream", "dev", "spider", "musique", "calcx", "ollama"}
     extras |= {"gpu-compiler", "tensorboard", "wandb", "mlflow", "trackio", "gym", "verifiers"}
+    extras |= {"otlp", "tokenizers"}
     assert extras <= set(metadata.get_all("Provides-Extra", []))
 
 

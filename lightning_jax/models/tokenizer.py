@@ -9,9 +9,9 @@ from typing import Any
 
 import tokenizers
 
-from lightning_jax.models import chat_template, token_bytes, tokenizer_files
+from lightning_jax.models import chat_template, slow_tokenizers, token_bytes, tokenizer_files
 from lightning_jax.models.chat_template import end_of_turn
-from lightning_jax.models.model_files import ModelError, malformed, read_object
+from lightning_jax.models.model_files import malformed, read_object
 from lightning_jax.types import Message
 
 TOOL_TEMPLATE = "tool_use"  # name of the template that transformers uses for tools
@@ -32,8 +32,10 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         tool_format: str = "",
         tool_template: str | None = None,
+        habits: Mapping[str, Any] | None = None,
     ) -> None:
         self._backend = backend
+        self.habits = dict(habits or {})  # see tokenizer_files.HABITS; for other programs
         self.template = template
         self.tool_template = tool_template  # to use with tools, where the model has one for them
         self.tool_format = tool_format  # that the model writes calls in; "": known by its template
@@ -58,6 +60,7 @@ class Tokenizer:
             "special_tokens": self.special_tokens,
             "tool_format": self.tool_format,
             "tool_template": self.tool_template,
+            "habits": self.habits,
         }
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -208,6 +211,7 @@ class Tokenizer:
         settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self.special_tokens,
+            **self.habits,
         }
         settings["clean_up_tokenization_spaces"] = False
         if self.tool_template is not None:
@@ -226,25 +230,26 @@ def _unpickle(backend: str, options: Mapping[str, Any]) -> Tokenizer:
 
 
 def from_hf(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face model directory. Raises ModelError."""
+    """Load the tokenizer of a Hugging Face model directory. Raises ModelError.
+
+    One that has no tokenizer.json is converted.
+    """
     path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError.missing(
-            str(path),
-            f"{directory} has no tokenizer.json; save a fast tokenizer there with transformers' "
-            "AutoTokenizer",
-        )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust library raises nothing narrower
-        raise malformed(path, "a readable tokenizer", error) from error
+    names: Mapping[str, str] = {}
+    if path.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust library raises nothing narrower
+            raise malformed(path, "a readable tokenizer", error) from error
+    else:
+        backend, names = slow_tokenizers.convert(directory)
     # Truncation or padding left over from training would cut or lengthen every prompt.
     backend.no_truncation()
     backend.no_padding()
     settings = read_object(directory / "tokenizer_config.json")
     named = tokenizer_files.named_tokens(directory, settings)
     tokenizer_files.add_declared(backend, directory, settings, named)
-    special = named.texts
+    special = {**names, **named.texts}
     ends = tokenizer_files.declared_ends(directory)
     named_end = backend.token_to_id(special.get("eos_token", ""))
     templates = tokenizer_files.read_templates(directory, settings)
@@ -254,6 +259,7 @@ def from_hf(directory: Path) -> Tokenizer:
         tool_template=templates.get(TOOL_TEMPLATE),
         eos_ids=ends if named_end is None else ends | {named_end},
         special_tokens=special,
+        habits=tokenizer_files.read_habits(settings),
     )
 
 

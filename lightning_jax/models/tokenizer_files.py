@@ -18,6 +18,13 @@ from lightning_jax.system.text import in_one_line
 _DECODER = "added_tokens_decoder"
 _SAVE_AGAIN = "save the tokenizer again with transformers' AutoTokenizer"
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+# Settings of a tokenizer that change no token here, and their types. A saved policy has them.
+HABITS = {
+    "model_max_length": (int, float),
+    "padding_side": (str,),
+    "truncation_side": (str,),
+    "model_input_names": (list,),
+}
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 
 
@@ -133,6 +140,11 @@ def declared_ends(directory: Path) -> set[int]:
             raise unusable(where, "eos_token_id", wrong[0], expected, _SAVE_AGAIN)
         return {i for i in ids if type(i) is int and i >= 0}
     return set()
+
+
+def read_habits(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the HABITS of tokenizer_config.json, without those of another type."""
+    return {name: settings[name] for name in HABITS if type(settings.get(name)) in HABITS[name]}
 
 
 def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning_jax.errors import UserError
 from lightning_jax.gateway.app import Gateway, RolloutSettings
@@ -39,10 +39,11 @@ from lightning_jax.rollouts.rewards.scoring import RewardScorer
 from lightning_jax.rollouts.servers import GatewayServer, OpenedRollout, RolloutServer
 from lightning_jax.rollouts.workers.pool import Execution, WorkerPool
 from lightning_jax.system.clock import PausableClock
+from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces import attributes
 from lightning_jax.traces.context import below
 from lightning_jax.traces.store import CRASH, STOP, Store
-from lightning_jax.types import FINISHED, LLM, Rollout, Span, Task
+from lightning_jax.types import FINISHED, LLM, Metrics, Rollout, Span, Task
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ async def run_requests(
 ) -> list[Rollout]:
     """Return the finished and scored rollout of each request, in order.
 
+    The runner's sink gets them, too.
+
     Raises TooManyFailures if too large a share of them ends as infrastructure failures.
     """
 
@@ -124,6 +127,9 @@ async def run_requests(
         attempts = [list(group) for _, group in pairs]
         scoring = [runner.scorer.score(g[0][0].task, [r for _, r in g]) for g in attempts]
         rollouts = [rollout for group in await asyncio.gather(*scoring) for rollout in group]
+    if runner.sink is not None:
+        await runner.store.wait_for_spans()
+        await run_in_thread(runner.sink.send, rollouts)
     check_infrastructure(rollouts, runner.config)
     return rollouts
 
@@ -147,6 +153,21 @@ class TooManyFailures(UserError, RuntimeError):
     """Infrastructure failures so frequent that training would use a biased sample."""
 
 
+@runtime_checkable
+class RolloutSink(Protocol):
+    """Place that finished and scored rollouts are sent to. Any thread may call its methods."""
+
+    def send(
+        self, rollouts: Sequence[Rollout], numbers: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
+        """Take rollouts, with numbers of their calls by span id. Never waits for the place."""
+        ...
+
+    def counts(self) -> Metrics:
+        """Return what the place took so far, and what it did not."""
+        ...
+
+
 @dataclass(frozen=True)
 class Runner:
     """Executor of single rollouts against the gateway, with retries. Results go to its store.
@@ -162,6 +183,7 @@ class Runner:
     at: RolloutServer | None = None  # None: `gateway`
     prompts: dict[str, str] = field(default_factory=dict)  # for agents; a search changes them
     is_judged: bool = False  # see LLM
+    sink: RolloutSink | None = None  # gets what `run_requests` returns
     gate: asyncio.Semaphore = field(init=False)  # of `concurrency`
     idle: PausableClock = field(init=False)  # of the time in which no rollout runs or waits
     clock: DeadlineClock = field(init=False)
@@ -256,8 +278,8 @@ class Runner:
         values = {
             attributes.OPERATION_NAME: attributes.INVOKE_AGENT,
             attributes.ROLLOUT_ID: rollout.rollout_id,
-            "lightning.status": outcome.status,
-            "lightning.task_id": rollout.task_id,
+            attributes.STATUS: outcome.status,
+            attributes.TASK_ID: rollout.task_id,
         }
         if prompts:
             values[attributes.PROMPTS] = json.dumps(prompts, ensure_ascii=False)

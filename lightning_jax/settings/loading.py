@@ -78,13 +78,16 @@ def find_program(program: str, key: str) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a top-level module can be imported, without importing it.
+    """Return whether a module can be imported, without importing it.
 
     A folder of its name, such as the ./wandb that a run of W&B leaves, is not the package.
     """
     if module in sys.modules:
         return True
-    spec = importlib.util.find_spec(module)
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # of a package around it
+        return False
     return spec is not None and spec.origin is not None
 
 

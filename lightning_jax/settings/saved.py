@@ -63,7 +63,7 @@ def _hide(node: Any, name: str = "") -> Any:
     """Return plain settings with secrets replaced by HIDDEN, also in options."""
     if isinstance(node, dict):
         return {str(key): _hide(value, str(key)) for key, value in node.items()}
-    if name == "env" and isinstance(node, list | tuple):  # variables of agents' programs
+    if name in ("env", "headers") and isinstance(node, list | tuple):
         return [text.partition("=")[0] + f"={HIDDEN}" * ("=" in text) for text in map(str, node)]
     return HIDDEN if name == SECRET and node is not None else node
 

@@ -51,7 +51,7 @@ DERIVED: Any = None  # default of a setting that follows from others
 # Placeholder for a secret in a saved file. Loading such a file requires the value to be set.
 HIDDEN = "???"
 SECRET = "api_key"  # field that is never saved or shown, in any section
-VARIABLES = ("env", "sampler_env")  # fields of NAME=value that are never shown
+VARIABLES = ("env", "sampler_env", "headers")  # fields of NAME=value that are never shown
 
 T = TypeVar("T")
 

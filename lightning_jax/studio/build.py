@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, ToolCallParser
-from lightning_jax.gateway.prompt.tool_formats import format_of, mark_ids, open_thought
+from lightning_jax.gateway.prompt.tool_formats import open_thought
+from lightning_jax.gateway.prompt.turns import read_response
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 from lightning_jax.rl.batches.packing import common_prefix
 from lightning_jax.rollouts.results.failures import failures
@@ -207,7 +207,8 @@ def _call(
         texts = token_texts(response, tokenizer)
         # A grammar leaves no room for thoughts.
         thought = "" if attributes.FORCED in values else open_thought(prompt, tokenizer)
-        tool_calls = _tool_calls(response, tokenizer, thought)
+        _, calls = read_response(response, tokenizer, thought)
+        tool_calls = tuple((printable(name), printable(words)) for name, words in calls)
     logprobs = tuple(values.get(attributes.BEHAVIOR_LOGPROBS, ())) or (None,) * len(response)
     forced = tuple(values.get(attributes.FORCED, ())) or (False,) * len(response)
     versions = tuple(values.get(attributes.POLICY_VERSIONS, ())) or (None,) * len(response)
@@ -254,24 +255,6 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
     if texts:
         texts[-1] += decoder.flush()
     return tuple(printable(text) for text in texts)
-
-
-def _tool_calls(
-    response: Sequence[int], tokenizer: Tokenizer, thought_end: str
-) -> tuple[tuple[str, str], ...]:
-    """Parse the tool calls that the gateway would read from the response if tools were offered."""
-    form = format_of(tokenizer)
-    parser = ToolCallParser(form, thought_end=thought_end)
-    decoder = StreamDecoder(tokenizer, mark_ids(form, tokenizer))
-    text = "".join(map(decoder.push, response)) + decoder.flush()
-    calls: list[tuple[str, str]] = []
-    for piece in (*parser.push(text), *parser.finish()):
-        if isinstance(piece, CallStart):
-            calls.append((printable(piece.name), ""))
-        elif isinstance(piece, CallArguments):
-            name, before = calls[-1]
-            calls[-1] = (name, before + printable(piece.text))
-    return tuple(calls)
 
 
 # Spans

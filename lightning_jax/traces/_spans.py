@@ -21,12 +21,14 @@ from lightning_jax.system.files import FileIdentity
 from lightning_jax.traces._sqlite import StoreError, StoreFile, one_sentence, savepoint
 from lightning_jax.traces.context import flush_process_tracer
 from lightning_jax.traces.rows import (
+    MAX_ROWS,
     SPAN_COLUMNS,
     Row,
     add_spans,
     as_span,
     first_duplicate,
     insert_spans,
+    marks,
     span_row,
 )
 from lightning_jax.types import Span
@@ -292,6 +294,15 @@ class SpanFile(StoreFile):
         where = "WHERE rollout_id IS ? ORDER BY sequence, start_ns, rowid"
         rows = self._rows(f"SELECT {SPAN_COLUMNS} FROM spans {where}", rollout_id)
         return [as_span(row) for row in rows]
+
+    def num_spans(self, rollout_ids: Sequence[str]) -> dict[str, int]:
+        """Return the number of spans of each rollout that has any."""
+        numbers: dict[str, int] = {}
+        for start in range(0, len(rollout_ids), MAX_ROWS):
+            part = rollout_ids[start : start + MAX_ROWS]
+            query = "SELECT rollout_id, COUNT(*) FROM spans WHERE rollout_id IN "
+            numbers |= self._rows(f"{query}({marks(part)}) GROUP BY rollout_id", *part)
+        return numbers
 
     def _row(self, rollout_id: str | None, span: Span) -> Row:
         sequence = self.next_sequence() if span.sequence is None else span.sequence

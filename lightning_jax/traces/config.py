@@ -1,4 +1,4 @@
-"""Settings of roles and of rewards by rule."""
+"""Settings of roles, of rewards by rule and of the export of traces."""
 
 import re
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from lightning_jax.settings.schema import (
     PLAIN_URL,
     Finite,
     FinitePositive,
+    NonNegative,
     Rule,
     Section,
     expect,
@@ -104,3 +105,34 @@ class RewardRule(Section):
     def rules(self) -> Iterator[Rule]:
         has_pattern = self.pattern is not None or self.fact not in TEXTS
         yield "pattern", has_pattern, f"expected a regular expression, as the fact is {self.fact}"
+
+
+FROM_ENVIRONMENT = "env"  # of `traces.export`
+Collector = Annotated[
+    str,
+    expect(lambda url: url == FROM_ENVIRONMENT or is_plain_url(url), f"env, or {PLAIN_URL}"),
+]
+_HEADER = re.compile(r"[\w!#$%&'*+.^`|~-]+=[^\r\n]*")
+Headers = Annotated[
+    tuple[str, ...],
+    expect(lambda pairs: all(map(_HEADER.fullmatch, pairs)), "headers as NAME=value"),
+]
+
+
+@section
+class TracesConfig(Section):
+    """Export of each finished rollout as a trace. docs/howto/export_traces.md shows backends.
+
+    It needs the extra `otlp`. A collector that is slow or down never holds up a run.
+    """
+
+    export: Collector | None = None
+    """URL of an OTLP collector that takes HTTP, such as http://127.0.0.1:6006; /v1/traces is added
+    where it is missing. env: the one that OTEL_EXPORTER_OTLP_ENDPOINT or its form for traces names.
+    Its other variables count in any case. None: nothing is sent."""
+    headers: Headers = field(default=(), repr=False)
+    """For the collector, as NAME=value, such as authorization=Bearer KEY."""
+    content: bool = True
+    """false: send no prompts, responses, tasks, and no texts of agents or tools."""
+    close_s: NonNegative = 10.0
+    """Wait at the end of a run for what is not sent yet."""

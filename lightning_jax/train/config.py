@@ -41,7 +41,7 @@ from lightning_jax.settings.schema import (
     expect,
     section,
 )
-from lightning_jax.traces.config import RewardRule, RoleConfig
+from lightning_jax.traces.config import RewardRule, RoleConfig, TracesConfig
 from lightning_jax.traces.convert import COLDEST
 from lightning_jax.train.rules import age_rules, policy_rules
 
@@ -328,6 +328,7 @@ class Config(Section):
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
     hooks: list[ClassRef] = field(default_factory=list)
     """FILE:CLASS of subclasses of Hook, which take part in each step; see
     docs/howto/add_a_hook.md."""

@@ -109,3 +109,34 @@ def test_ends_of_the_files_are_lists_or_numbers(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{}")  # so config.json counts
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [256]}))
     assert from_hf(tmp_path).eos_ids == {256, 258}
+
+
+def test_a_saved_tokenizer_keeps_what_transformers_would_keep(tmp_path: Path) -> None:
+    """Compare all but the class, which transformers 4 lacks, and where it came from."""
+    original, saved, theirs = (tmp_path / name for name in ("original", "saved", "theirs"))
+    original.mkdir()
+    saved.mkdir()
+    habits = {
+        "model_max_length": 512,
+        "padding_side": "left",
+        "truncation_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    tiny_tokenizer().save(original)
+    path = original / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | habits | {"eos_token": "<x>"}))
+    from_hf(original).save(saved)
+    transformers.AutoTokenizer.from_pretrained(original).save_pretrained(theirs)
+    configs = [json.loads((at / path.name).read_text()) for at in (saved, theirs)]
+    configs[0]["chat_template"], template = None, configs[0]["chat_template"]
+    assert template == (theirs / "chat_template.jinja").read_text()
+    apart = ("tokenizer_class", "backend", "is_local", "local_files_only", "chat_template")
+    ours, others = ({k: v for k, v in c.items() if k not in apart} for c in configs)
+    assert ours == others and habits.items() <= ours.items()
+    loaded = transformers.AutoTokenizer.from_pretrained(saved)
+    assert (loaded.model_max_length, loaded.padding_side) == (512, "left")
+
+
+def test_settings_of_another_type_are_left_out(tmp_path: Path) -> None:
+    _write(tmp_path, {"model_max_length": True, "padding_side": ["left"], "truncation_side": None})
+    assert from_hf(tmp_path).habits == {}

@@ -10,7 +10,13 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.settings import ConfigError
-from lightning_jax.settings.loading import check_reference, indices_of, load_function, part_of
+from lightning_jax.settings.loading import (
+    check_reference,
+    indices_of,
+    is_installed,
+    load_function,
+    part_of,
+)
 
 TOY = Path(__file__).parents[1] / "toy_agent.py"
 
@@ -28,6 +34,12 @@ TOY = Path(__file__).parents[1] / "toy_agent.py"
 def test_a_wrong_reference_is_explained(reference: str, reason: str, key: str) -> None:
     with raises_coded(ConfigError, reason, key):
         load_function(reference)
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "no_such_module.inner", "json.no_such"])
+def test_a_missing_module_is_not_installed(name: str) -> None:
+    assert not is_installed(name)
+    assert is_installed("json.decoder")
 
 
 def test_a_function_of_a_module_is_loaded() -> None:

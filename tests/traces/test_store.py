@@ -146,6 +146,15 @@ def test_rollouts_are_found(store: Store) -> None:
     assert counts(store) == {"agent_failure": 1, "queued": 2, "scored": 1}
 
 
+def test_spans_of_rollouts_are_counted(store: Store) -> None:
+    for name in ("r1", "r2"):
+        store.add_span(name, SPAN)
+    store.add_span("r1", OTHER_SPAN)
+    names = ["none", *(f"x{number}" for number in range(200)), "r1", "r2"]
+    assert store.num_spans(names) == {"r1": 2, "r2": 1}
+    assert store.num_spans([]) == {}
+
+
 def test_a_resumed_run_gives_up_what_was_running(store: Store) -> None:
     paths = {"a": PATHS["queued"], "b": PATHS["running"], "c": PATHS["scored"]}
     for rollout_id, statuses in paths.items():

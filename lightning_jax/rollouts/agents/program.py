@@ -154,7 +154,7 @@ def _check_loads(
     """Load the agent once, so that a missing framework fails before the run."""
     what = f"agent.function {words[-1]!r} cannot be used with agent.python {words[0]}"
     nobody = LLM("http://localhost/v1", "none", "none")
-    variables = {**environment, **program_environment(nobody, options)}
+    variables = program_environment(nobody, environment, options)
     loading = asyncio.wait_for(run_program(words, variables, b""), LOAD_TIMEOUT_S)
     try:
         with ThreadPoolExecutor(1) as pool:  # because this thread may run an event loop
@@ -189,8 +189,8 @@ def _starter(config: AgentConfig) -> Callable[..., Awaitable[ProgramEnd]]:
         variables: Mapping[str, str],
         keep_open: tuple[int, ...],
     ) -> ProgramEnd:
-        of_rollout = program_environment(visible_llm(config, llm), config.options)
-        environment = with_direct_host({**outer, **of_rollout, **variables}, llm.base_url)
+        of_rollout = program_environment(visible_llm(config, llm), outer, config.options)
+        environment = with_direct_host({**of_rollout, **variables}, llm.base_url)
         stdin = json.dumps(task).encode()
         try:
             return await run_program(words, environment, stdin, keep_open, limits, directory)

@@ -16,6 +16,7 @@ from lightning_jax.traces.context import trace_headers
 from lightning_jax.types import LLM, Task
 
 REPORT_FD = "LIGHTNING_REPORT_FD"
+EXPORTERS = {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
 # Names of fields that by convention hold what only a reward reads.
 _KINDS = "answers?|solutions?|gold|golden|ground_?truths?|labels?|targets?|expected"
 _FORMS = "texts?|values?|code|sql|outputs?|index|key|ids?"
@@ -58,18 +59,27 @@ def report_channel(llm: LLM) -> Iterator[int]:
         os.close(reader)
 
 
-def program_environment(llm: LLM, options: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return the variables that a program gets in addition to the inherited ones."""
+def program_environment(
+    llm: LLM, outer: Mapping[str, str], options: Mapping[str, Any] | None = None
+) -> dict[str, str]:
+    """Return the variables of a program: those of its rollout, and the `outer` ones.
+
+    An OTLP exporter that the outer ones name stays, and the rollout does not get its spans.
+    """
     root = llm.base_url.removesuffix("/v1")  # Ollama's and Anthropic's clients append a path
+    of_spans = {
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{root}/v1/traces",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    }
     return {
+        **outer,
         "OPENAI_BASE_URL": llm.base_url,
         "OPENAI_API_KEY": llm.api_key,
         "OPENAI_MODEL": llm.model,
         "ANTHROPIC_BASE_URL": root,
         "ANTHROPIC_API_KEY": llm.api_key,
         "OLLAMA_HOST": root,
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{root}/v1/traces",
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        **({} if EXPORTERS & outer.keys() else of_spans),
         "LIGHTNING_OPTIONS": json.dumps(options or {}),
         "LIGHTNING_PROMPTS": json.dumps(llm.prompts),
         **trace_headers(),

@@ -20,6 +20,7 @@ from lightning_jax.settings.schema import PathKind
 from lightning_jax.train.config import Config, LearnConfig
 from lightning_jax.train.directory import CHECKPOINTS, SETTINGS, STORE, require_run
 from lightning_jax.train.sinks import check_sinks
+from lightning_jax.train.sinks.traces import check_traces
 
 
 def check_start(config: Config) -> None:
@@ -38,6 +39,7 @@ def check_start(config: Config) -> None:
     if config.cluster.address is not None:
         importlib.import_module("lightning_jax.cluster.ray_session").require_ray(config.cluster)
     check_sinks(config.metrics.sinks)
+    check_traces(config.traces)
     _check_directory(config.run_dir, _changed_weights(config))
 
 

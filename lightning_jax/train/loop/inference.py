@@ -36,6 +36,7 @@ from lightning_jax.train.loop.startup import (
     with_dtypes,
 )
 from lightning_jax.train.prompts.chosen import present_prompts, read_chosen
+from lightning_jax.train.sinks.traces import check_traces
 from lightning_jax.train.state.checkpoint import Checkpointer
 from lightning_jax.train.watch.progress import Progress, count_work, show_progress
 from lightning_jax.types import Metrics, Rollout, Task
@@ -138,6 +139,7 @@ async def open_runner(
     store is closed at the end. Raises UserError if the agent, the policy or the server's settings
     are unusable.
     """
+    check_traces(config.traces)
     async with AsyncExitStack() as at_end:
         config = at_end.enter_context(guarded_process(config))
         source = source.with_fixed_path()

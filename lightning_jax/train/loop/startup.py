@@ -45,6 +45,7 @@ from lightning_jax.train.memory import plan
 from lightning_jax.train.prompts.chosen import forget_chosen, present_prompts, read_chosen
 from lightning_jax.train.prompts.search import PromptSearch, check_search
 from lightning_jax.train.sinks import check_sinks
+from lightning_jax.train.sinks.traces import TracedRollouts, check_traces, open_traces
 from lightning_jax.train.state.multihost import Leader
 from lightning_jax.train.state.replica import Replica
 from lightning_jax.train.state.resume import digests, find_changes, resume
@@ -175,6 +176,8 @@ def _make_run(
     if pipelines.stored_steps is None:  # else other weights have sampled
         hooks.append(MismatchWatch(config.model.dtype))
     hooks += user_hooks
+    if runner.sink is not None and pipelines.stored_steps is None:
+        hooks.append(TracedRollouts(runner.sink))  # last, when sequences change no more
     return Run(config, leader, served, collector, metrics, progress, hooks)
 
 
@@ -221,6 +224,8 @@ async def open_service(
         at_end.enter_context(freeze_objects())
         store, decode = gateway.store, gateway.engine.tokenizer.decode
         assert store is not None, "rollouts are recorded"
+        opened = open_traces(config.traces, store, gateway.engine.tokenizer, config.agent)
+        traces = await at_end.enter_async_context(opened)
         scorer = make_scorer(config.rewards, store, decode, config.rollout, config.seed, gateway)
         yield Runner(
             running,
@@ -231,6 +236,7 @@ async def open_service(
             server,
             dict(config.prompts),
             config.is_judged,
+            traces,
         )
 
 
@@ -294,6 +300,7 @@ def _check_settings(config: Config) -> None:
     update in another order than those of the others.
     """
     check_sinks(config.metrics.sinks)
+    check_traces(config.traces)
     if config.serve.orchestrator != "native" and config.total_steps > 0:
         raise ConfigError.conflict(
             "serve.orchestrator",

@@ -119,12 +119,22 @@ async def test_prompts_reach_functions_and_programs(tmp_path: Path) -> None:
 
 
 def test_the_environment_names_the_policy_for_each_client() -> None:
-    variables = program_environment(URL) | task_variable({"id": "a", "text": "ä"})
+    variables = program_environment(URL, {}) | task_variable({"id": "a", "text": "ä"})
     assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:1/rollout/r~t/v1"
     assert variables["OLLAMA_HOST"] == "http://127.0.0.1:1/rollout/r~t"
     assert variables["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/rollout/r~t"
     assert (variables["OPENAI_API_KEY"], variables["OPENAI_MODEL"]) == ("key", "policy")
     assert json.loads(variables["LIGHTNING_TASK"]) == {"id": "a", "text": "ä"}
+
+
+@pytest.mark.parametrize("name", ["ENDPOINT", "TRACES_ENDPOINT"])
+async def test_an_exporter_of_the_settings_stays(name: str) -> None:
+    mine = f"OTEL_EXPORTER_OTLP_{name}=http://127.0.0.1:9"
+    script = "env | grep -c ^OTEL_EXPORTER_OTLP.*=http://127.0.0.1:9"
+    assert await shell(script, env=(mine,))(TASKS[0], URL) == 1
+    ours = "env | grep -c ^OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=http://127.0.0.1:1/rollout/r~t/v1"
+    assert await shell(f"{ours}; true", env=(mine,))(TASKS[0], URL) == 0
+    assert await shell(ours)(TASKS[0], URL) == 1
 
 
 @pytest.mark.parametrize("over", [0, 1])
