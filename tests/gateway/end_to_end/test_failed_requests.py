@@ -150,6 +150,17 @@ async def test_unknown_urls_have_error_bodies(bench: Bench, method: str, status:
     assert path in reply["error"]["message"]
 
 
+async def test_a_websocket_is_refused_with_426(bench: Bench) -> None:
+    """Codex asks for one first, and asks seven times at a 405."""
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    for base in (bench.gateway.url + "/v1", bench.rollout().base_url):
+        async with bench.http.get(f"{base}/responses", headers=upgrade) as response:
+            assert response.status == 426 and response.headers["Upgrade"] == "HTTP/1.1"
+            assert (await response.json())["error"]["code"] == "upgrade_required"
+    async with bench.http.get(f"{bench.gateway.url}/v1/nothing", headers=upgrade) as response:
+        assert response.status == 404
+
+
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
