@@ -163,7 +163,7 @@ def test_a_stream_opens_one_block_at_a_time() -> None:
             "missing",
         ),
         ("system[0].type", [{"type": "image"}], "unknown"),
-        ("tools[0].type", [{"type": "web_search_20250305"}], "unsupported"),
+        ("tools[0].type", [{"type": "bash_20250124"}], "unsupported"),
         ("tools[0].input_schema", [{"name": "f"}], "missing"),
         ("tool_choice", {"type": "tool"}, "unknown"),
         ("tool_choice.type", {"type": []}, "unknown"),

@@ -56,6 +56,7 @@ def _request(body: Body, sender: Sender) -> PolicyRequest:
         model=sender.path["model"],
         messages=payload.messages(),
         functions=payload.functions(),
+        left_out=payload.left_out(),
         tool_choice=payload.tool_choice(),
         output_schema=config.output_schema(),
         num_choices=config.candidate_count,
