@@ -60,13 +60,15 @@ def report_channel(llm: LLM) -> Iterator[int]:
 
 def program_environment(llm: LLM, options: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return the variables that a program gets in addition to the inherited ones."""
-    root = llm.base_url.removesuffix("/v1")  # Ollama's and Anthropic's clients append a path
+    root = llm.base_url.removesuffix("/v1")  # other clients than OpenAI's append a whole path
     return {
         "OPENAI_BASE_URL": llm.base_url,
         "OPENAI_API_KEY": llm.api_key,
         "OPENAI_MODEL": llm.model,
         "ANTHROPIC_BASE_URL": root,
         "ANTHROPIC_API_KEY": llm.api_key,
+        "GOOGLE_GEMINI_BASE_URL": root,
+        "GEMINI_API_KEY": llm.api_key,
         "OLLAMA_HOST": root,
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{root}/v1/traces",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
