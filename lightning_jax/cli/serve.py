@@ -38,7 +38,7 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
         if config.record:
             store = at_end.enter_context(contextlib.closing(Store(config.record)))
         runner = at_end.enter_context(asyncio.Runner())
-        gateway = Gateway(engine, store, records=store is not None)
+        gateway = Gateway(engine, store, records=store is not None, any_model=config.any_model)
         # Last in, first out: running requests get an error from the engine, and time to send it.
         at_end.callback(lambda: runner.run(gateway.close()))
         at_end.callback(engine.close)

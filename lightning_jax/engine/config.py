@@ -49,7 +49,8 @@ class ServeConfig(Section):
     """Key of the owner; each rollout has its own key. None: a random key."""
     strict_models: bool = False
     """Refuse model names, under a rollout's URL too, that are neither the policy's nor a role's.
-    Otherwise the policy answers for them there. A server without a run always refuses them."""
+    Otherwise the policy answers for them there. A server without a run answers for them only with
+    --any-model."""
     slots: Count = 16
     """Requests decoded at once, per copy of the engine and per policy with its own weights."""
     max_len: Annotated[int, Ge(16)] = 1024

@@ -27,6 +27,8 @@ class ServerConfig(Section):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    any_model: bool = False
+    """Answer for unknown model names, as under the URL of a rollout."""
     record: str | None = None
     """SQLite file that records every call; None: do not record."""
     drain_s: NonNegative = 30.0
@@ -99,6 +101,9 @@ class Serve(Command):
         default=ServerConfig.tensor,
     )
     api_key: str | None = flag("API key that clients must send (default: a random one, printed)")
+    any_model: bool = flag(
+        "answer for any model name, as coding agents ask for some of their own", default=False
+    )
     record: str | None = flag("record every call in this SQLite file", "FILE")
     drain_s: float = flag(
         "seconds to finish running requests after Ctrl-C (default: %(default)g)",
@@ -132,6 +137,7 @@ class Serve(Command):
         return ServerConfig(
             model=ModelConfig(name=self.model, **model),
             serve=ServeConfig(**{name: getattr(self, name) for name in _SERVE_FLAGS}),
+            any_model=self.any_model,
             record=self.record,
             drain_s=self.drain_s,
             tensor=self.tensor,

@@ -171,7 +171,7 @@ class CallHandler:
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)
         reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
-        self._note_model(reply.request.model, sender)
+        self._note_model(reply.request.model, sender, rollout)
         left_out = self._note_left_out(reply.request.left_out, rollout)
         stream.response.headers.update(left_out)
         incoming = IncomingCall(
@@ -224,15 +224,16 @@ class CallHandler:
         dump = _dump(num_bytes)
         await self._bodies.offload.run(num_bytes, lambda: stream.hold(events(), dump))
 
-    def _note_model(self, model: str, sender: Sender) -> None:
+    def _note_model(self, model: str, sender: Sender, rollout: OpenRollout | None) -> None:
         """Log the first unknown model name that the policy answers for."""
         is_known = not model or is_policy(model) or is_accepted(model, sender.known)
         if not (is_known or self._has_noted_model):
             self._has_noted_model = True
             log.info(
                 "an agent asked for model %s; the policy answers in its place, as for any unknown "
-                "name (serve.strict_models=true refuses them)",
+                "name (%s)",
                 brief(model),
+                "serve.strict_models=true refuses them" if rollout else "--any-model",
                 extra={"event": "model_substituted", "model": model},
             )
 

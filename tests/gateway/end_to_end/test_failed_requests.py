@@ -93,6 +93,17 @@ async def test_strict_models_refuses_unknown_names_in_rollouts(make_bench: MakeB
         assert "'gpt-4'" in reply["error"]["message"] and reply["error"]["param"] == "model"
 
 
+async def test_any_model_answers_for_unknown_names_outside_of_rollouts(bench: Bench) -> None:
+    gateway = Gateway(bench.loop, records=False, any_model=True)
+    await gateway.start()
+    try:
+        for model in ("claude-haiku-4", "policy"):
+            status, reply, _ = await bench.post(BODY | {"model": model}, base=gateway.url)
+            assert (status, reply["model"]) == (200, model)
+    finally:
+        await gateway.close()
+
+
 async def test_a_refused_stream_has_a_status(bench: Bench, connect: Connect) -> None:
     client = connect(bench.rollout())
     with pytest.raises(openai.BadRequestError) as caught:
