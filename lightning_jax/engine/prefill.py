@@ -92,6 +92,7 @@ class Prefill:
         context = request.prompt[:-1]
         state, reuse = self._prefixes.restore(state, slot, context, request.adapter)
         self.let_go(request)
+        request.response.num_cached = reuse
         self.counts["requests"] += 1
         self.counts["prefill_tokens"] += len(context) - reuse
         self.counts["prefix_hit_tokens"] += reuse

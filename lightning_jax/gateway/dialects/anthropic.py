@@ -343,14 +343,13 @@ class MessagesReply(Reply):
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         yield from self._end()
-        usage = {"output_tokens": self.num_tokens(answers)[1]}
+        usage = self._usage(answers)
         yield {"type": "message_delta", "delta": self._stop(answers[0]), "usage": usage}
         yield {"type": "message_stop"}
 
     def _message(
         self, content: list[Any], stop: dict[str, Any], answers: Sequence[Answer]
     ) -> dict[str, Any]:
-        prompt, sampled = self.num_tokens(answers)
         return {
             "id": self.response_id,
             "type": "message",
@@ -358,7 +357,17 @@ class MessagesReply(Reply):
             "model": self.request.model,
             "content": content,
             **stop,
-            "usage": {"input_tokens": prompt, "output_tokens": sampled},
+            "usage": self._usage(answers),
+        }
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        """Return the numbers of tokens. In this API, those of the input are without cached ones."""
+        (prompt, sampled), cached = self.num_tokens(answers), self.num_cached(answers)
+        return {
+            "input_tokens": prompt - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": sampled,
         }
 
     def _begin(self, block: dict[str, Any]) -> Iterable[Event]:

@@ -209,12 +209,13 @@ class ChoicesReply(Reply):
         if self.include_usage:
             yield self.chunk([], usage=self._usage(answers))
 
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
         prompt, sampled = self.num_tokens(answers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
             "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached(answers)},
         }
 
 

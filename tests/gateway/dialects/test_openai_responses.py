@@ -163,7 +163,10 @@ async def test_a_stream_says_what_a_whole_answer_says(bench: Bench) -> None:
     deltas = events[4:-4]
     assert "".join(event["delta"] for event in deltas) == whole.output_text
     last = _checked(events[-1]["response"])
-    assert (last.output_text, last.usage) == (whole.output_text, whole.usage)
+    assert last.usage and whole.usage
+    assert last.usage.input_tokens_details.cached_tokens == whole.usage.input_tokens - 1
+    assert last.usage.total_tokens == whole.usage.total_tokens
+    assert last.output_text == whole.output_text
     logprobs = [entry for event in deltas for entry in event["logprobs"]]
     assert logprobs == events[-4]["logprobs"] and len(logprobs) == whole.usage.output_tokens  # type: ignore[union-attr]
 

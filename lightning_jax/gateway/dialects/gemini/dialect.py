@@ -100,6 +100,8 @@ class GeminiReply(Reply):
         prompt, sampled = self.num_tokens(answers)
         usage = {"promptTokenCount": prompt, "candidatesTokenCount": sampled}
         usage["totalTokenCount"] = prompt + sampled
+        if cached := self.num_cached(answers):
+            usage["cachedContentTokenCount"] = cached
         return self._response(candidates) | {"usageMetadata": usage}
 
     def _candidate(self, index: int, parts: list[dict[str, Any]], tokens: Any) -> dict[str, Any]:

@@ -251,9 +251,10 @@ class ResponsesReply(Reply):
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
         prompt, sampled = self.num_tokens(answers)
+        cached = {"cached_tokens": self.num_cached(answers), "cache_write_tokens": 0}
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": cached,
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + sampled,
