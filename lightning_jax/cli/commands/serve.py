@@ -84,6 +84,9 @@ class Serve(Command):
     port: int = _serve_flag("port to listen on, 0 for any free one", "port")
     slots: int = _serve_flag("number of requests decoded at once, per copy of the model", "slots")
     max_len: int = _serve_flag("maximum number of tokens of prompt plus response", "max_len")
+    prefix_cache_mib: float | None = flag(
+        "memory for cached prompts in MiB, 0 for none (default: as much as the slots, if it fits)"
+    )
     max_queue: int = _serve_flag(
         "maximum number of waiting requests; further ones get a 429", "max_queue"
     )

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device import pages as pages_module
-from lightning_jax.engine.device.pages import MAX_POOL_SIZE, PageCopier, page_bytes
+from lightning_jax.engine.device.pages import MAX_POOL_SIZE, PageCopier, fewest_pages, page_bytes
 from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.models.attention.kv_cache import KVCache, init_cache, row_length
 from lightning_jax.models.config import MeshConfig
@@ -126,6 +126,11 @@ def test_the_pool_is_as_large_as_asked_but_not_larger_than_it_can_be_used():
     assert page_bytes(SHAPE, jnp.dtype("float32"), "tpu") == 128 // SHAPE.head_dim * page_bytes(
         SHAPE, jnp.dtype("float32")
     )
+    # By default there is room for 256 MiB, or for the longest conversation.
+    size = 2**20
+    assert fewest_pages(ServeConfig(slots=8, max_len=2048), size) == 256
+    assert fewest_pages(ServeConfig(slots=8, max_len=16 * 500), size) == 500
+    assert fewest_pages(ServeConfig(slots=1, max_len=160), size) == 80
     off = copier(ServeConfig(prefix_cache_mib=0.0))
     cache, pool = off.warmup(init_cache(SHAPE, 1, 16), off.init_pool())
     assert off.num_pages == 0
