@@ -20,6 +20,8 @@ from lightning_jax.settings import ConfigError
 from lightning_jax.system.memory import freeze_objects
 from lightning_jax.system.process_state import handle_stop_signals
 from lightning_jax.traces.store import Store
+from lightning_jax.train.config import Config
+from lightning_jax.train.memory.cache_size import size_for_server
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ def serve(config: ServerConfig, announce: Callable[[Gateway], None]) -> None:
         if config.record:
             store = at_end.enter_context(contextlib.closing(Store(config.record)))
         runner = at_end.enter_context(asyncio.Runner())
-        gateway = Gateway(engine, store, records=store is not None)
+        gateway = Gateway(engine, store, records=store is not None, any_model=config.any_model)
         # Last in, first out: running requests get an error from the engine, and time to send it.
         at_end.callback(lambda: runner.run(gateway.close()))
         at_end.callback(engine.close)
@@ -58,7 +60,16 @@ def _load(config: ServerConfig) -> Engine:
             "here."
         )
     mesh = serving_mesh(None, MeshConfig(tensor=config.tensor))
-    return Engine(load_configured(named), config.serve, dtype=named.dtype, mesh=mesh)
+    model = load_configured(named)
+    settings = Config(
+        model=named, serve=config.serve, mesh=MeshConfig(tensor=config.tensor), num_steps=0
+    )
+    serve = size_for_server(settings, model.config)
+    log.info(
+        "%d slots of %d tokens, and a prefix cache of %g MiB",
+        *(serve.slots, serve.max_len, serve.prefix_cache_mib),
+    )
+    return Engine(model, serve, dtype=named.dtype, mesh=mesh)
 
 
 async def _until_stopped(engine: Engine, drain_s: float, on_start: Callable[[], None]) -> None:

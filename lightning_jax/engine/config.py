@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Lengths = tuple[int, ...]
 else:  # None until `ServeConfig.with_sizes` derives them
     Lengths = Annotated[tuple[Count, ...], AfterValidator(sorted), AfterValidator(tuple)] | None
+LEAST_CACHE_MIB = 256.0
 PREFILL_BUCKETS = (32, 128, 512)
 LOOPS = ("native", "jetstream")
 Orchestrator = Annotated[
@@ -49,7 +50,8 @@ class ServeConfig(Section):
     """Key of the owner; each rollout has its own key. None: a random key."""
     strict_models: bool = False
     """Refuse model names, under a rollout's URL too, that are neither the policy's nor a role's.
-    Otherwise the policy answers for them there. A server without a run always refuses them."""
+    Otherwise the policy answers for them there. A server without a run answers for them only with
+    --any-model."""
     slots: Count = 16
     """Requests decoded at once, per copy of the engine and per policy with its own weights."""
     max_len: Annotated[int, Ge(16)] = 1024
@@ -84,10 +86,12 @@ class ServeConfig(Section):
     """Close a connection that is idle or unread for this long."""
     slow_request_s: Positive = 60.0
     """A request that takes longer to arrive is refused with 408."""
-    prefix_cache_mib: FiniteNonNegative = 256.0
+    prefix_cache_mib: FiniteNonNegative | None = None
     """Memory for cached keys and values of past calls, in addition to the slots, and at most 8
     times their memory. Each copy of the engine and each policy with its own weights has this much.
-    SmolLM2-135M in float32 needs 46 kB per token: 256 MiB hold 5,800 tokens. 0: no cache."""
+    SmolLM2-135M in float32 needs 46 kB per token: 256 MiB hold 5,800 tokens. 0: no cache. None: as
+    much as the slots have, so that each of their conversations finds its last call. It takes at
+    most half of the memory that is left, but at least 256 MiB and one conversation of max_len."""
     grammar_timeout_s: FinitePositive = 2.0
     """CPU time to compile a grammar of a tool or a response schema, and to make a token mask."""
     grammar_memory_mib: Annotated[float, Ge(64)] = 512.0

@@ -75,6 +75,7 @@ class Prefill:
             self._prefixes.keep(state, rows)
             for admission, fill in zip(now, fills, strict=True):
                 self._start(params, version, admission)
+                admission.request.response.num_cached = fill.start
                 self.counts["requests"] += 1
                 self.counts["prefill_tokens"] += len(fill.ids)
                 self.counts["prefix_hit_tokens"] += fill.start

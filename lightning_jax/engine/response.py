@@ -127,6 +127,7 @@ class Response:
     prompt_scores: PromptScores | None = None
     is_late: bool = False  # the time limit ended it
     stop: str = ""  # the stop string that ended it
+    num_cached: int = 0  # tokens of the prompt that the prefix cache had
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.sampling.stop)
@@ -175,4 +176,5 @@ class Response:
             prompt_scores=self.prompt_scores,
             is_late=self.is_late,
             stop=self.stop,
+            num_cached=self.num_cached,
         )

@@ -103,6 +103,7 @@ class Completion:
     tempered_logprobs: tuple[float, ...] = ()
     is_late: bool = False  # its time limit ended it, and `finish_reason` is "length"
     stop: str = ""  # the stop string that ended it, if one did
+    num_cached: int = 0  # tokens of the prompt that the prefix cache had
 
     def __post_init__(self) -> None:
         fill_default(self, "forced", False, like="token_ids")

@@ -63,8 +63,9 @@ class Gateway:
 
     Open it with `async with`, or call `start` and `close`. Without a store, calls go to a temporary
     one, which `close` deletes, or with `records=False` nowhere. `routing` selects the policy for
-    each call, and the calls that another server answers. `serve` is by default the engine's. Call
-    all methods in the event loop's thread that ran `start`.
+    each call, and the calls that another server answers. `serve` is by default the engine's. With
+    `any_model`, the policy answers for unknown model names outside of rollouts, too. Call all
+    methods in the event loop's thread that ran `start`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Gateway:
         records: bool = True,
         serve: ServeConfig | None = None,
         routing: Routing | None = None,
+        any_model: bool = False,
     ) -> None:
         self._temporary = TemporaryStore() if store is None and records else None
         store = store or self._temporary
@@ -101,7 +103,8 @@ class Gateway:
         )
         self.api_key = serve.api_key or secrets.token_urlsafe(24)
         self._reports = Reports(store, self._rollouts.owners, self._meters)
-        self._callers = Callers(self.api_key, self._rollouts, responder, routing or Routing())
+        routing = routing or Routing()
+        self._callers = Callers(self.api_key, self._rollouts, responder, routing, any_model)
         self._calls = CallHandler(self._callers, self._bodies)
         self.work = LeaseQueue()  # that others run
         self._serve = serve

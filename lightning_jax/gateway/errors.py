@@ -12,6 +12,7 @@ _TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
+    426: "invalid_request_error",
     429: "rate_limit_error",
 }
 
@@ -89,6 +90,8 @@ class ApiError(Coded):
     @property
     def headers(self) -> dict[str, str]:
         """Response headers that go with the body."""
+        if self.status == 426:
+            return {"Upgrade": "HTTP/1.1", "Connection": "Upgrade"}
         if self.retry_after_s is not None:
             return {"Retry-After": str(self.retry_after_s)}
         # OpenAI's clients retry a 5xx on their own, but here the whole rollout is retried.

@@ -106,7 +106,8 @@ class Fields(BaseModel):
             return cls.model_validate(body)
         except ValidationError as error:
             problem = first_problem(error)
-            path, reason, where = problem.path, problem.reason, _written(problem.path, body)
+            path, reason = problem.path, problem.reason
+            where = _written(path, body, is_missing=reason == "missing")
             raise invalid(
                 problem.sentence(where),
                 str(path[0]),
@@ -116,17 +117,18 @@ class Fields(BaseModel):
             ) from error
 
 
-def _written(path: Sequence[int | str], value: Any) -> str:
+def _written(path: Sequence[int | str], value: Any, *, is_missing: bool) -> str:
     """Return the path of a field in a body, such as `tools[0].name`.
 
-    Pydantic also puts the type of an object that may have several types into a path.
+    Pydantic also puts the type of an object that may have several types into a path. A missing
+    field is the last part.
     """
     written = ""
     for index, part in enumerate(path):
         if isinstance(part, int):
             written += f"[{part}]"
             value = value[part] if isinstance(value, list) else None
-        elif isinstance(value, dict) and (part in value or index == len(path) - 1):
+        elif isinstance(value, dict) and (part in value or (is_missing and index == len(path) - 1)):
             written += f".{part[:50]}"
             value = value.get(part)
     return written.removeprefix(".")

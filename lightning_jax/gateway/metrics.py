@@ -21,6 +21,9 @@ FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 COUNTERS = {
     "prefix_breaks": "Prompts that repeat an earlier response but not its token ids.",
     "malformed_tool_calls": "Tool calls that could not be parsed and were returned as text.",
+    "calls_with_parts_left_out": (
+        "Calls with hosted tools, or pictures in results of tools, which the policy did not get."
+    ),
     "joined_calls": "Retries that joined the call of an earlier request.",
     "late_responses": (
         "Responses that rollout.call_timeout_s or the deadline of their rollout ended as length."

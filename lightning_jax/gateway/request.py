@@ -85,6 +85,8 @@ class PolicyRequest:
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # name tokens token_id:ID in log-probabilities
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    # Kinds of tools and of content that the policy has no use for: web_search, image, ...
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert (self.messages is None) != (self.prompts is None), "messages or prompts, not both"

@@ -64,12 +64,14 @@ def _serving(model_dir: Path, *flags: str) -> Iterator[tuple["subprocess.Popen[s
 
 async def test_it_answers_records_and_finishes_what_runs(model_dir: Path, tmp_path: Path) -> None:
     record = tmp_path / "calls.sqlite"
-    with _serving(model_dir, "--api-key", "k", "--record", str(record)) as (process, line):
+    flags = ("--api-key", "k", "--record", str(record), "--any-model")
+    with _serving(model_dir, *flags) as (process, line):
         found = re.search(r"(http://127\.0\.0\.1:\d+/v1)\n$", line)
         assert found and line.startswith(f"{model_dir} "), line
         async with openai.AsyncOpenAI(base_url=found[1], api_key="k", max_retries=0) as client:
             assert str(model_dir) in [model.id async for model in await client.models.list()]
-            stream = await client.chat.completions.create(**LONG, stream=True)
+            unknown: dict[str, Any] = LONG | {"model": "claude-haiku-4"}
+            stream = await client.chat.completions.create(**unknown, stream=True)
             pieces = [await anext(stream)]
             process.send_signal(signal.SIGINT)
             with pytest.raises(openai.InternalServerError) as refused:

@@ -27,6 +27,8 @@ class ServerConfig(Section):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    any_model: bool = False
+    """Answer for unknown model names, as under the URL of a rollout."""
     record: str | None = None
     """SQLite file that records every call; None: do not record."""
     drain_s: NonNegative = 30.0
@@ -82,6 +84,9 @@ class Serve(Command):
     port: int = _serve_flag("port to listen on, 0 for any free one", "port")
     slots: int = _serve_flag("number of requests decoded at once, per copy of the model", "slots")
     max_len: int = _serve_flag("maximum number of tokens of prompt plus response", "max_len")
+    prefix_cache_mib: float | None = flag(
+        "memory for cached prompts in MiB, 0 for none (default: as much as the slots, if it fits)"
+    )
     max_queue: int = _serve_flag(
         "maximum number of waiting requests; further ones get a 429", "max_queue"
     )
@@ -99,6 +104,9 @@ class Serve(Command):
         default=ServerConfig.tensor,
     )
     api_key: str | None = flag("API key that clients must send (default: a random one, printed)")
+    any_model: bool = flag(
+        "answer for any model name, as coding agents ask for some of their own", default=False
+    )
     record: str | None = flag("record every call in this SQLite file", "FILE")
     drain_s: float = flag(
         "seconds to finish running requests after Ctrl-C (default: %(default)g)",
@@ -132,6 +140,7 @@ class Serve(Command):
         return ServerConfig(
             model=ModelConfig(name=self.model, **model),
             serve=ServeConfig(**{name: getattr(self, name) for name in _SERVE_FLAGS}),
+            any_model=self.any_model,
             record=self.record,
             drain_s=self.drain_s,
             tensor=self.tensor,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.config import LEAST_CACHE_MIB, ServeConfig
 from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.models.attention.flash_cache import kernel_width
 from lightning_jax.models.attention.kv_cache import (
@@ -66,8 +66,7 @@ class PageCopier:
     ) -> None:
         self.num_blocks = serve.max_len // PAGE  # per row; a partial last page is not cached
         platform = platform_of(sharding)
-        num_affordable = int(serve.prefix_cache_mib * 2**20) // page_bytes(shape, dtype, platform)
-        self.num_pages = min(num_affordable, MAX_POOL_SIZE * serve.slots * self.num_blocks)
+        self.num_pages = fewest_pages(serve, page_bytes(shape, dtype, platform))
         init = partial(init_cache, shape, self.num_pages, PAGE, dtype, platform)
         self._init = jit(init, out_shardings=sharding)
         copy = _copy_at_once if platform == "gpu" else _copy_in_loop
@@ -120,6 +119,19 @@ class PageCopier:
             now, ordered = ordered[: len(packed)], ordered[len(packed) :]
             packed[: len(now)] = now
             yield packed
+
+
+def fewest_pages(serve: ServeConfig, size: int) -> int:
+    """Return the number of pages of `size` bytes that the settings ask for.
+
+    If they leave it open, these are 256 MiB or a row of a slot, whichever is more.
+    """
+    blocks, mib = serve.max_len // PAGE, serve.prefix_cache_mib
+    if mib is None:
+        number = max(int(LEAST_CACHE_MIB * 2**20) // size, blocks)
+    else:
+        number = int(mib * 2**20) // size
+    return min(number, MAX_POOL_SIZE * serve.slots * blocks)
 
 
 def page_bytes(shape: DecoderShape, dtype: Any, platform: str = "cpu") -> int:

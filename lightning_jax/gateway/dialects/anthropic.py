@@ -1,11 +1,11 @@
 """Anthropic's messages API."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.answer import Answer, Delta
@@ -23,6 +23,7 @@ from lightning_jax.gateway.dialects.base import (
     to_request,
     tool_call,
 )
+from lightning_jax.gateway.dialects.left_out import MEDIA, is_hosted, sentence
 from lightning_jax.gateway.dialects.openai_fields import Format
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
@@ -60,6 +61,25 @@ class Text(fields.Fields):
     text: str
 
 
+class Media(fields.Fields):
+    """Picture or document, which may be text."""
+
+    type: Literal["image", "document"]
+    source: Any = None
+
+    @property
+    def kind(self) -> str:
+        """Kind of media, "" for text."""
+        match self.source:
+            case {"type": "text", "data": str()}:
+                return ""
+        return MEDIA[self.type]
+
+    @property
+    def text(self) -> str:
+        return sentence(self.kind) if self.kind else self.source["data"]
+
+
 class Thinking(fields.Fields):
     """Thoughts of another model: the policy returns its own as text."""
 
@@ -80,7 +100,13 @@ Texts = Annotated[fields.Listed[Text], BeforeValidator(lambda content: text_bloc
 class ToolResult(fields.Fields):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
+    content: (
+        Annotated[
+            fields.Listed[Annotated[Text | Media, Discriminator("type")]],
+            BeforeValidator(lambda content: text_blocks(content or [])),
+        ]
+        | None
+    ) = None
     is_error: bool | None = None
 
     def message(self) -> Message:
@@ -106,8 +132,38 @@ class InputTurn(fields.Fields):
     ]
 
 
+class ResultsTurn(fields.Fields):
+    """User's turn with results of tools. Media beside them are results, too."""
+
+    role: Literal["user", "system"]
+    content: fields.Listed[Annotated[Text | ToolResult | Media, Discriminator("type")]]
+
+
+def _turn_kind(turn: Any) -> str:
+    match turn:
+        case {"role": "assistant"}:
+            return "assistant turn"
+        case {"content": [*blocks]} if any(
+            isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks
+        ):
+            return "results turn"
+    return "input turn"
+
+
+Turn = Annotated[
+    Annotated[AssistantTurn, Tag("assistant turn")]
+    | Annotated[ResultsTurn, Tag("results turn")]
+    | Annotated[InputTurn, Tag("input turn")],
+    Discriminator(_turn_kind),
+]
+
+
+class HostedTool(fields.Fields):
+    type: str
+
+
 class Tool(fields.Fields):
-    type: Annotated[Any, fields.harmless("custom")] = None  # another type is a hosted tool
+    type: Annotated[Any, fields.harmless("custom")] = None
     name: fields.Name
     description: str | None = None
     input_schema: JsonSchema
@@ -138,12 +194,20 @@ class OutputConfig(fields.Fields):
     format: Format | None = None
 
 
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return "hosted tool" if is_hosted(kind) else "own tool"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("own tool")] | Annotated[HostedTool, Tag("hosted tool")],
+    Discriminator(_tool_kind),
+]
+
+
 class MessagesBody(fields.Fields, extra="allow"):
     model: str | None = None
-    messages: Annotated[
-        fields.Listed[Annotated[AssistantTurn | InputTurn, Discriminator("role")]],
-        Field(max_length=MAX_MESSAGES),
-    ]
+    messages: Annotated[fields.Listed[Turn], Field(max_length=MAX_MESSAGES)]
     system: Texts | None = None
     max_tokens: fields.Integer | None = None
     temperature: fields.Number | None = None
@@ -152,7 +216,7 @@ class MessagesBody(fields.Fields, extra="allow"):
     stop: fields.Strings | None = Field(None, alias="stop_sequences")
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
-    tools: Annotated[fields.Listed[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[fields.Listed[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceBody | None = None
     output_config: OutputConfig | None = None
     thinking: ThinkingConfig | None = None
@@ -187,7 +251,9 @@ def _request(body: fields.Body, sender: Sender) -> PolicyRequest:
         functions=tuple(
             Function(tool.name, tool.description or "", tool.input_schema)
             for tool in payload.tools or ()
+            if isinstance(tool, Tool)
         ),
+        left_out=tuple(_left_out(payload)),
         tool_choice=choice.tool_choice(),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         output_schema=form and form.output_schema("output_config.format"),
@@ -218,15 +284,24 @@ def _messages(payload: MessagesBody) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _add_input(messages: list[Message], turn: InputTurn) -> None:
+def _add_input(messages: list[Message], turn: InputTurn | ResultsTurn) -> None:
     """Append tool results as separate messages, and adjacent texts as one message."""
-    for is_text, blocks in groupby(turn.content, lambda block: isinstance(block, Text)):
-        if is_text:
-            messages.append({"role": turn.role, "content": _joined(blocks)})
-        else:
+    for is_result, blocks in groupby(turn.content, lambda block: isinstance(block, ToolResult)):
+        if is_result:
             messages += [block.message() for block in blocks if isinstance(block, ToolResult)]
+        else:
+            messages.append({"role": turn.role, "content": _joined(blocks)})
     if not turn.content:
         messages.append({"role": turn.role, "content": ""})
+
+
+def _left_out(payload: MessagesBody) -> Iterator[str]:
+    """Yield the types of hosted tools, and the kinds of media that the policy does not see."""
+    yield from (tool.type for tool in payload.tools or () if isinstance(tool, HostedTool))
+    for turn in payload.messages:
+        for block in turn.content:
+            parts = (block.content or ()) if isinstance(block, ToolResult) else (block,)
+            yield from (part.kind for part in parts if isinstance(part, Media) and part.kind)
 
 
 def _joined(blocks: Iterable[Any]) -> str:
@@ -268,14 +343,13 @@ class MessagesReply(Reply):
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         yield from self._end()
-        usage = {"output_tokens": self.num_tokens(answers)[1]}
+        usage = self._usage(answers)
         yield {"type": "message_delta", "delta": self._stop(answers[0]), "usage": usage}
         yield {"type": "message_stop"}
 
     def _message(
         self, content: list[Any], stop: dict[str, Any], answers: Sequence[Answer]
     ) -> dict[str, Any]:
-        prompt, sampled = self.num_tokens(answers)
         return {
             "id": self.response_id,
             "type": "message",
@@ -283,7 +357,17 @@ class MessagesReply(Reply):
             "model": self.request.model,
             "content": content,
             **stop,
-            "usage": {"input_tokens": prompt, "output_tokens": sampled},
+            "usage": self._usage(answers),
+        }
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        """Return the numbers of tokens. In this API, those of the input are without cached ones."""
+        (prompt, sampled), cached = self.num_tokens(answers), self.num_cached(answers)
+        return {
+            "input_tokens": prompt - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": sampled,
         }
 
     def _begin(self, block: dict[str, Any]) -> Iterable[Event]:

@@ -162,6 +162,11 @@ class Reply(ABC):
         sampled = sum(len(answer.completion.token_ids) for answer in answers)
         return self.context.prompt_tokens(), sampled
 
+    def num_cached(self, answers: Sequence[Answer]) -> int:
+        """Return the number of prompt tokens that the prefix cache had for all choices."""
+        cached, number = [a.completion.num_cached for a in answers], self.context.num_choices
+        return sum(min(cached[i : i + number]) for i in range(0, len(cached), number))
+
     def num_bytes(self, answers: Sequence[Answer], request_bytes: int) -> int:
         """Return the approximate size of the token data in a body with these answers.
 

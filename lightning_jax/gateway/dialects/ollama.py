@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from lightning_jax.engine.response import Chunk
 from lightning_jax.engine.types import Completion
@@ -27,6 +28,7 @@ from lightning_jax.gateway.dialects.base import (
     tool_call,
     whole_calls,
 )
+from lightning_jax.gateway.dialects.left_out import sentence
 from lightning_jax.gateway.dialects.openai_fields import Tools, functions_of
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
@@ -93,10 +95,18 @@ class ChatMessage(fields.Fields):
     role: Any = None  # checked when rendering
     content: str | None = None
     thinking: str | None = None  # of another model: the policy returns its own as text
-    images: Annotated[Any, fields.harmless([], "")] = None
+    images: Any = None
     tool_calls: fields.Listed[ToolCall] | None = None
     tool_name: Any = None
     name: Any = None
+
+    @field_validator("images")
+    @classmethod
+    def _check(cls, images: Any, info: Any) -> list[Any]:
+        """Return the pictures, which only results of tools may have."""
+        if not images or info.data.get("role") == "tool":
+            return images if isinstance(images, list) else []
+        raise PydanticCustomError("unsupported", "leave it out, because it is not supported")
 
 
 class ChatBody(OllamaBody):
@@ -114,7 +124,8 @@ def parse_chat(body: fields.Body, sender: Sender) -> Reply:
     """Return the reply to a chat body. Raise ApiError that names the first invalid field."""
     chat = ChatBody.read(body)
     messages, functions = _messages(chat.messages or ()), functions_of(chat.tools)
-    request = _request(chat, sender, messages=messages, functions=functions)
+    left_out = tuple("image" for turn in chat.messages or () for _ in turn.images or ())
+    request = _request(chat, sender, messages=messages, functions=functions, left_out=left_out)
     return OllamaReply(request, _chat_content)
 
 
@@ -159,7 +170,8 @@ def _messages(turns: Iterable[ChatMessage]) -> tuple[Message, ...]:
                 add_assistant(messages, content, calls, turn.thinking or "")
             case "tool":
                 named = {"name": name} if isinstance(name, str) else {}
-                messages.append({"role": "tool", "content": content, **named})
+                texts = filter(None, (content, *(sentence("image") for _ in turn.images or ())))
+                messages.append({"role": "tool", "content": "\n".join(texts), **named})
             case role:
                 messages.append({"role": role, "content": content})
     return tuple(messages)

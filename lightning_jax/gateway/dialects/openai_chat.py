@@ -18,6 +18,7 @@ from lightning_jax.gateway.dialects.base import (
     model_listings,
     to_request,
 )
+from lightning_jax.gateway.dialects.left_out import without_media
 from lightning_jax.gateway.dialects.openai_fields import (
     IGNORED,
     ChoiceFields,
@@ -58,7 +59,7 @@ class ChatBody(ChoiceFields, extra="allow"):
     function_call: Annotated[Any, fields.harmless("none", "auto")] = None
     functions: Annotated[Any, fields.harmless([])] = None
     modalities: Annotated[Any, fields.harmless(["text"])] = None
-    web_search_options: Annotated[Any, fields.harmless()] = None
+    web_search_options: Any = None  # of a hosted tool
 
 
 def parse(body: fields.Body, sender: Sender) -> Reply:
@@ -72,14 +73,17 @@ def parse(body: fields.Body, sender: Sender) -> Reply:
             reason="needs_logprobs",
         )
     form, limit = chat.response_format, chat.max_completion_tokens
+    messages, media = without_media(chat.messages)
+    hosted = () if chat.web_search_options is None else ("web_search",)
     include_usage = chat.include_usage()
     request = to_request(
         "chat",
         chat,
         sender,
         id_prefix="chatcmpl-",
-        messages=tuple(chat.messages),
+        messages=tuple(messages),
         functions=functions_of(chat.tools),
+        left_out=(*hosted, *media),
         output_schema=form and form.output_schema("response_format"),
         max_tokens=chat.max_tokens if limit is None else limit,
         chat_template_kwargs=template_kwargs(chat.chat_template_kwargs, chat.reasoning_effort),

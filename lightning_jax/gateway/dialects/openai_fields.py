@@ -105,6 +105,11 @@ def functions_of(tools: Tools | None) -> tuple[Function, ...]:
     return tuple(tool.function.function() for tool in tools or ())
 
 
+def offered_name(name: str, namespace: str | None) -> str:
+    """Return the name of a function for the policy, whose functions are in no namespace."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
 def _tool_choice(choice: Any, *, nests: bool = False) -> ToolChoice | None:
     """Return the choice in a field.
 
@@ -113,14 +118,19 @@ def _tool_choice(choice: Any, *, nests: bool = False) -> ToolChoice | None:
 
     def named(tool: Any) -> Any:
         function = tool.get("function") if nests and isinstance(tool, dict) else tool
-        return function.get("name") if isinstance(function, dict) else None
+        match function:
+            case {"name": str(name), "namespace": str(namespace)}:
+                return offered_name(name, namespace)
+            case {"name": name}:
+                return name
+        return None
 
     if choice in (None, "auto", "none", "required"):
         return choice and ToolChoice(choice)
     kind = choice.get("type") if isinstance(choice, dict) else None
     inner = choice.get(kind) if nests and kind == "allowed_tools" else choice
     match kind, inner:
-        case "function", _ if isinstance(name := named(choice), str):
+        case "function" | "custom", _ if isinstance(name := named(choice), str):
             return ToolChoice("required", (name,))
         case "allowed_tools", {"mode": "auto" | "required" as mode, "tools": [*tools]}:
             names = [named(tool) for tool in tools]
@@ -199,12 +209,13 @@ class ChoicesReply(Reply):
         if self.include_usage:
             yield self.chunk([], usage=self._usage(answers))
 
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
         prompt, sampled = self.num_tokens(answers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
             "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached(answers)},
         }
 
 

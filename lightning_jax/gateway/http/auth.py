@@ -23,6 +23,7 @@ class Callers:
     rollouts: OpenRollouts
     responder: Responder
     routing: Routing
+    any_model: bool = False  # the policy answers for unknown names outside of rollouts, too
     # Of calls outside of rollouts.
     conversations: SavedConversations = field(default_factory=SavedConversations)
 
@@ -97,7 +98,7 @@ class Callers:
             other_models=tuple(r.model for r in self.routing.roles.values() if r.model),
             policies=tuple(self.routing.policies.named),
             # Agents have model names of their own in them. With several policies, the name selects.
-            accepts_any_model=rollout is not None
+            accepts_any_model=(rollout is not None or self.any_model)
             and not self.responder.serve.strict_models
             and not self.routing.policies.named,
         )

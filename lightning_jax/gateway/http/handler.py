@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from io import BytesIO
 
@@ -23,13 +23,17 @@ from lightning_jax.gateway.http.auth import Callers
 from lightning_jax.gateway.http.server import Bodies, refusal
 from lightning_jax.gateway.metrics import HUNG_UP
 from lightning_jax.gateway.request import is_accepted, is_policy
-from lightning_jax.gateway.sessions.open_rollouts import HandledCall
+from lightning_jax.gateway.sessions.open_rollouts import HandledCall, OpenRollout
 from lightning_jax.gateway.sessions.running_calls import RunningCall, identity_of, is_repetition
 from lightning_jax.system.descriptors import lacks_resources
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 * 2**10  # written at once
+LEFT_OUT = (
+    "X-Left-Out"  # header of an answer: kinds of tools and content that the policy did not get
+)
+MAX_WARNINGS = 100  # of such kinds, for all rollouts together
 
 
 class EventStream:
@@ -111,6 +115,8 @@ class CallHandler:
         self._bodies = bodies
         self._turns = FairQueue()
         self._has_noted_model = False
+        self._left_out: set[str] = set()  # kinds that are logged, outside of rollouts
+        self._num_warnings = 0
         self.working: set[asyncio.Task] = set()  # tasks of calls, which may outlive their requests
 
     async def close(self) -> None:
@@ -165,7 +171,9 @@ class CallHandler:
         if dialect.at_once and (ready := dialect.at_once(body, sender)) is not None:
             return web.json_response(ready)
         reply = await self._bodies.offload.run(len(raw), dialect.parse, body, sender)
-        self._note_model(reply.request.model, sender)
+        self._note_model(reply.request.model, sender, rollout)
+        left_out = self._note_left_out(reply.request.left_out, rollout)
+        stream.response.headers.update(left_out)
         incoming = IncomingCall(
             rollout=rollout,
             route=route,
@@ -191,7 +199,9 @@ class CallHandler:
             )
             # A file is sent in pieces.
             body = text if len(text) <= PIECE_BYTES else BytesIO(text)
-            return web.Response(body=body, content_type="application/json", charset="utf-8")
+            return web.Response(
+                body=body, content_type="application/json", charset="utf-8", headers=left_out
+            )
 
     async def _stream(
         self, running: RunningCall, reply: Reply, stream: EventStream, request_bytes: int
@@ -214,17 +224,39 @@ class CallHandler:
         dump = _dump(num_bytes)
         await self._bodies.offload.run(num_bytes, lambda: stream.hold(events(), dump))
 
-    def _note_model(self, model: str, sender: Sender) -> None:
+    def _note_model(self, model: str, sender: Sender, rollout: OpenRollout | None) -> None:
         """Log the first unknown model name that the policy answers for."""
         is_known = not model or is_policy(model) or is_accepted(model, sender.known)
         if not (is_known or self._has_noted_model):
             self._has_noted_model = True
             log.info(
                 "an agent asked for model %s; the policy answers in its place, as for any unknown "
-                "name (serve.strict_models=true refuses them)",
+                "name (%s)",
                 brief(model),
+                "serve.strict_models=true refuses them" if rollout else "--any-model",
                 extra={"event": "model_substituted", "model": model},
             )
+
+    def _note_left_out(self, kinds: Sequence[str], rollout: OpenRollout | None) -> dict[str, str]:
+        """Return the answer's header for what the policy does not get of a request, if anything.
+
+        Log each kind once in a rollout, and count the calls.
+        """
+        self._meters.count("calls_with_parts_left_out", int(bool(kinds)))
+        logged = rollout.left_out if rollout else self._left_out
+        fresh = sorted({*kinds} - logged)
+        logged.update(fresh)
+        if fresh and self._num_warnings < MAX_WARNINGS:
+            self._num_warnings += 1
+            log.warning(
+                "left %s out of the requests of %s, because the policy reads only text and has "
+                "none of a provider's own tools%s",
+                ", ".join(fresh),
+                f"rollout {rollout.settings.rollout_id}" if rollout else "a client",
+                "; further ones are not logged" if self._num_warnings == MAX_WARNINGS else "",
+                extra={"event": "left_out", "kinds": fresh},
+            )
+        return {LEFT_OUT: ", ".join(dict.fromkeys(kinds))} if kinds else {}
 
     def _find(self, call: HandledCall) -> RunningCall | None:
         """Return the running call that the request repeats, or None if it is a new one."""

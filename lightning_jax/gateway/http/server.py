@@ -275,6 +275,20 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+async def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
+    """Return the error for a request that no handler took.
+
+    Clients that ask for a WebSocket first (Codex) go on with HTTP at a 426, and repeat it at a 405.
+    """
+    if error.status == 405 and request.headers.get("Upgrade", "").lower() == "websocket":
+        text = f"{request.method} {request.path}: there are no WebSockets here; use POST."
+        return ApiError(426, "upgrade_required", text)
+    code = "unknown_url" if error.status == 404 else "http_error"
+    fix = await _fix(request, error)
+    text = f"{request.method} {request.path}: {error.reason}{fix and f'; {fix}'}."
+    return ApiError(error.status, code, text)
+
+
 async def _fix(request: web.Request, error: web.HTTPException) -> str:
     """Return what to do about a URL that does not exist, or "" if nobody can tell."""
     if isinstance(error, web.HTTPMethodNotAllowed):
@@ -309,10 +323,7 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except ApiError as error:
         failure = error
     except web.HTTPException as error:
-        code = "unknown_url" if error.status == 404 else "http_error"
-        fix = await _fix(request, error)
-        text = f"{request.method} {request.path}: {error.reason}{fix and f'; {fix}'}."
-        failure = ApiError(error.status, code, text)
+        failure = await _http_error(request, error)
     except ConnectionError:
         raise  # the client has disconnected
     except Exception as error:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,8 @@ from lightning_jax.models.template_limits import LimitError
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.types import Message
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Habits:
@@ -37,8 +40,9 @@ class Habits:
         """Return how each part of a conversation is written, in words."""
         chosen, calls = self.writing, {"objects": "", "strings": "arguments as text"}
         offers = {"template": "", "system": "in the system message's field"}
+        system = {"role": "", "first": "after the first in the user's role"}
         words = {
-            "system messages": "" if chosen.system == "role" else "in the user's first message",
+            "system messages": system.get(chosen.system, "in the user's first message"),
             "tools": offers.get(chosen.offers, "as text"),
             "calls": calls.get(chosen.calls, "as text"),
             "results": "" if chosen.results == "tool" else "in the user's role",
@@ -182,8 +186,9 @@ def template_text(
 ) -> str:
     """Return the template's text of a conversation, of which nothing is lost.
 
-    Ways that are not the template's habit are tried if it rejects or drops something. `kwargs` are
-    other variables for the template. Raises TemplateError.
+    Ways that are not the template's habit are tried if it rejects or drops something, and the first
+    conversation that needs one of them is logged. `kwargs` are other variables for the template.
+    Raises TemplateError.
     """
     refusal: TemplateError | None = None
     tried: list[tuple[list[Message], Tools]] = []
@@ -202,6 +207,8 @@ def template_text(
             continue
         lost = dropped_parts(messages, tools, text)
         if not lost:
+            if refusal is not None:
+                _note_change(tokenizer, way)
             return text
         refusal = refusal or TemplateError(
             f"the chat template leaves out {'; '.join(lost[:3])}, whichever way it is written; "
@@ -210,3 +217,17 @@ def template_text(
         )
     assert refusal is not None, "at least one way was tried"
     raise refusal
+
+
+@functools.lru_cache(maxsize=64)
+def _note_change(tokenizer: Tokenizer, way: Writing) -> None:
+    """Log once that a conversation is written in another way than usual."""
+    habits = habits_of(tokenizer)
+    usual, changed = habits.facts(), replace(habits, writing=way).facts()
+    changes = [f"{what} {how}" for what, how in changed.items() if how != usual[what]]
+    log.info(
+        "the chat template refuses some conversations as they are usually written, which are "
+        "written with %s instead",
+        ", ".join(changes) or "the user's neighbouring messages joined and short ids of calls",
+        extra={"event": "conversation_rewritten", "changes": changes},
+    )

@@ -134,6 +134,7 @@ class OpenRollout:
     now_s: Callable[[], float] = time.monotonic  # clock of the waits, which stands still in pauses
     late: set[asyncio.Task] = field(default_factory=set)  # calls that decoded at the deadline
     has_expired: bool = False
+    left_out: set[str] = field(default_factory=set)  # kinds of tools and content that are logged
     unanswered: dict[str, str] = field(default_factory=dict)  # error code by a call's identity
 
     def __post_init__(self) -> None:

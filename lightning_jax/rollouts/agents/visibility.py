@@ -66,7 +66,7 @@ def program_environment(
 
     An OTLP exporter that the outer ones name stays, and the rollout does not get its spans.
     """
-    root = llm.base_url.removesuffix("/v1")  # Ollama's and Anthropic's clients append a path
+    root = llm.base_url.removesuffix("/v1")  # other clients than OpenAI's append a path
     of_spans = {
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{root}/v1/traces",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
@@ -78,6 +78,8 @@ def program_environment(
         "OPENAI_MODEL": llm.model,
         "ANTHROPIC_BASE_URL": root,
         "ANTHROPIC_API_KEY": llm.api_key,
+        "GOOGLE_GEMINI_BASE_URL": root,
+        "GEMINI_API_KEY": llm.api_key,
         "OLLAMA_HOST": root,
         **({} if EXPORTERS & outer.keys() else of_spans),
         "LIGHTNING_OPTIONS": json.dumps(options or {}),

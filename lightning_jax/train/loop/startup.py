@@ -42,6 +42,7 @@ from lightning_jax.train.loop.hooks import CompileAhead, UserHook
 from lightning_jax.train.loop.run import Run
 from lightning_jax.train.loop.serving import ServedWeights, prepare_serving, requests_at_once
 from lightning_jax.train.memory import plan
+from lightning_jax.train.memory.cache_size import size_for_run
 from lightning_jax.train.prompts.chosen import forget_chosen, present_prompts, read_chosen
 from lightning_jax.train.prompts.search import PromptSearch, check_search
 from lightning_jax.train.sinks import check_sinks
@@ -114,7 +115,7 @@ async def open_run(
         store = at_end.enter_context(closing(Store(directory / STORE)))
         pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks, stored)
         hints = make_hints(config.distill.hint, model.tokenizer, train_tasks)
-        serve = prepare_serving(config, model, store)
+        serve = prepare_serving(size_for_run(config, model.config), model, store)
         replica = Replica(replace(config, algorithm=algorithm), model)
         at_end.callback(replica.close)
         leader = Leader(replica)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lightning_jax.engine.device.pages import PageCopier
+from lightning_jax.engine.device.pages import PageCopier, page_bytes
 from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models.attention.kv_cache import row_length
@@ -95,14 +95,18 @@ def serving_items(
     """Return the memory of the engines."""
     serve, dtype = config.serve, jnp.dtype(config.model.dtype)
     sharding = cache_sharding(model.shape, mesh)
-    length = row_length(serve.max_len, platform_of(sharding))
+    platform = platform_of(sharding)
+    length = row_length(serve.max_len, platform)
     slots = cache_bytes(model, serve.slots, length, sharding, dtype)
     num_pages = PageCopier(model.shape, serve, dtype, sharding).num_pages
     pages = num_pages * cache_bytes(model, 1, PAGE, sharding, dtype)
     whole = weight_bytes(model, mesh, dtype)
     weights = weight_bytes(model, mesh, dtype, trained_part) if shares_base else whole
     fewer = f"Lower serve.slots={serve.slots} or serve.max_len={serve.max_len}"
-    smaller = f"Lower serve.prefix_cache_mib={serve.prefix_cache_mib:g}"
+    mib = serve.prefix_cache_mib
+    if mib is None:
+        mib = round(num_pages * page_bytes(model.shape, dtype, platform) / 2**20)
+    smaller = f"Lower serve.prefix_cache_mib={mib:g}"
     number = len(config.policy_table.sets)
     items = [
         MemoryItem("serving weights", weights, _SPLIT_SERVING).times(number),

@@ -15,6 +15,7 @@ from lightning_jax.engine.device.pages import (
     MIN_MOVES,
     Move,
     PageCopier,
+    fewest_pages,
     page_bytes,
 )
 from lightning_jax.engine.device.radix import PAGE
@@ -141,6 +142,11 @@ def test_the_pool_is_as_large_as_asked_but_not_larger_than_it_can_be_used():
     assert page_bytes(SHAPE, jnp.dtype("float32"), "tpu") == 128 // SHAPE.head_dim * page_bytes(
         SHAPE, jnp.dtype("float32")
     )
+    # By default there is room for 256 MiB, or for the longest conversation.
+    size = 2**20
+    assert fewest_pages(ServeConfig(slots=8, max_len=2048), size) == 256
+    assert fewest_pages(ServeConfig(slots=8, max_len=16 * 500), size) == 500
+    assert fewest_pages(ServeConfig(slots=1, max_len=160), size) == 80
     off = copier(ServeConfig(prefix_cache_mib=0.0))
     cache, pool = off.warmup(init_cache(SHAPE, 1, 16), off.init_pool())
     assert off.num_pages == 0

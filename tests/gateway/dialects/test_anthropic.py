@@ -163,7 +163,7 @@ def test_a_stream_opens_one_block_at_a_time() -> None:
             "missing",
         ),
         ("system[0].type", [{"type": "image"}], "unknown"),
-        ("tools[0].type", [{"type": "web_search_20250305"}], "unsupported"),
+        ("tools[0].type", [{"type": "bash_20250124"}], "unsupported"),
         ("tools[0].input_schema", [{"name": "f"}], "missing"),
         ("tool_choice", {"type": "tool"}, "unknown"),
         ("tool_choice.type", {"type": []}, "unknown"),
@@ -194,7 +194,8 @@ async def test_a_tools_result_extends_token_for_token(bench: Bench) -> None:
     one, two = spans_to_transitions(bench.store.spans("r1"))[0]
     path = one.prompt_token_ids + one.response_token_ids
     assert two.prompt_token_ids[: len(path)] == path
-    assert counted == {"input_tokens": second["usage"]["input_tokens"]}
+    usage = second["usage"]
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
 async def test_a_stream_says_what_a_whole_answer_says(bench: Bench) -> None:

@@ -11,7 +11,7 @@ from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import AnswerBuilder
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
 from lightning_jax.gateway.dialects.gemini.dialect import parse
-from lightning_jax.gateway.dialects.gemini.input import Schema
+from lightning_jax.gateway.dialects.gemini.schema import Schema
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, TextPiece
@@ -176,7 +176,7 @@ def _content(*parts: Any, role: str = "user") -> dict[str, Any]:
             "missing",
         ),
         (_content({"functionCall": {"name": "f"}}), "contents[0]", "wrong_role"),
-        ({"tools": [{"googleSearch": {}}]}, "tools[0]", "unsupported"),
+        ({"tools": [{"computerUse": {}}]}, "tools[0]", "unsupported"),
         (
             {"tools": [{"functionDeclarations": [{}]}]},
             "tools[0].functionDeclarations[0].name",
@@ -246,7 +246,9 @@ async def test_both_streams_say_what_a_whole_answer_says(bench: Bench) -> None:
             result = expected["logprobsResult"]
             assert ids == [chosen["tokenId"] for chosen in result["chosenCandidates"]]
             assert [len(top["candidates"]) for top in result["topCandidates"]] == [2] * len(ids)
-        assert events[-1]["usageMetadata"] == whole["usageMetadata"]
+        usage = events[-1]["usageMetadata"]
+        assert usage.pop("cachedContentTokenCount") == usage["promptTokenCount"] - 1
+        assert usage == whole["usageMetadata"]
 
 
 async def test_a_tools_result_extends_token_for_token(bench: Bench) -> None:
@@ -297,3 +299,26 @@ async def test_errors_and_models_use_the_dialect_format(bench: Bench) -> None:
     ):
         async with bench.http.get(bench.gateway.url + path, headers=headers) as response:
             assert key in await response.json()
+
+
+def test_names_of_types_in_capitals_are_lowered_where_a_schema_has_them() -> None:
+    theirs = {
+        "type": "OBJECT",
+        "properties": {
+            "type": {"type": ["STRING", "null"], "enum": ["OBJECT"], "default": "STRING"},
+            "l": {"type": "ARRAY", "items": {"anyOf": [{"type": "NUMBER"}, {"type": "Other"}]}},
+        },
+        "$defs": {"type": {"type": "BOOLEAN"}},
+    }
+    ours = {
+        "type": "object",
+        "properties": {
+            "type": {"type": ["string", "null"], "enum": ["OBJECT"], "default": "STRING"},
+            "l": {"type": "array", "items": {"anyOf": [{"type": "number"}, {"type": "Other"}]}},
+        },
+        "$defs": {"type": {"type": "boolean"}},
+    }
+    config = {"responseMimeType": "application/json", "responseJsonSchema": theirs}
+    assert _parse(generationConfig=config).output_schema == ours
+    declared = {"functionDeclarations": [{"name": "f", "parametersJsonSchema": theirs}]}
+    assert _parse(tools=[declared]).functions[0].parameters == ours

@@ -15,14 +15,14 @@ from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import Answer, AnswerBuilder, Delta
 from lightning_jax.gateway.dialects.base import ReplyContext, Sender
 from lightning_jax.gateway.dialects.openai_responses.dialect import LOGPROBS, parse
-from lightning_jax.gateway.dialects.openai_responses.input import input_messages
+from lightning_jax.gateway.dialects.openai_responses.input import read_input
 from lightning_jax.gateway.dialects.saved_responses import SavedConversations
 from lightning_jax.gateway.errors import ApiError
 from lightning_jax.gateway.prompt.tool_calls import CallArguments, CallStart, Piece, TextPiece
 from lightning_jax.gateway.request import PolicyRequest, ToolChoice
 from lightning_jax.testing.tiny import tiny_tokenizer
 from lightning_jax.traces.convert import spans_to_transitions
-from lightning_jax.types import LLM
+from lightning_jax.types import LLM, Message
 
 PATH = "/v1/responses"
 BODY: dict[str, Any] = {"model": "policy", "input": "Hi.", "max_output_tokens": 8}
@@ -47,6 +47,10 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 def _sender() -> Sender:
     return Sender({}, {}, {}, "tiny", SavedConversations())
+
+
+def _messages(items: Any) -> tuple[Message, ...]:
+    return read_input(items).messages
 
 
 def _parse(**fields: Any) -> PolicyRequest:
@@ -159,7 +163,10 @@ async def test_a_stream_says_what_a_whole_answer_says(bench: Bench) -> None:
     deltas = events[4:-4]
     assert "".join(event["delta"] for event in deltas) == whole.output_text
     last = _checked(events[-1]["response"])
-    assert (last.output_text, last.usage) == (whole.output_text, whole.usage)
+    assert last.usage and whole.usage
+    assert last.usage.input_tokens_details.cached_tokens == whole.usage.input_tokens - 1
+    assert last.usage.total_tokens == whole.usage.total_tokens
+    assert last.output_text == whole.output_text
     logprobs = [entry for event in deltas for entry in event["logprobs"]]
     assert logprobs == events[-4]["logprobs"] and len(logprobs) == whole.usage.output_tokens  # type: ignore[union-attr]
 
@@ -282,13 +289,13 @@ def test_text_and_calls_become_items_one_after_the_other() -> None:
     # Every item is closed before the next one opens.
     marks = [e["type"].rpartition(".")[2] for e in events if "output_item" in e["type"]]
     assert marks == ["added", "done"] * 3
-    assert input_messages(body["output"]) == (message,)
+    assert _messages(body["output"]) == (message,)
     nameless = [{key: v for key, v in item.items() if key != "id"} for item in body["output"]]
-    assert input_messages(nameless) == (message,)
+    assert _messages(nameless) == (message,)
     # Some clients put the results between the calls.
     results = [{"type": "function_call_output", "call_id": c, "output": ""} for c in "ab"]
     mixed = [*body["output"][:2], results[0], body["output"][2], results[1]]
-    assert input_messages(mixed)[0] == message and len(input_messages(mixed)) == 3
+    assert _messages(mixed)[0] == message and len(_messages(mixed)) == 3
 
 
 @pytest.mark.parametrize(
@@ -309,7 +316,7 @@ def test_blanks_are_text_only_where_there_is_no_call(pieces: list[Piece], types:
     assert [item["type"] for item in streamed] == types
     assert sorted(item["type"] for item in body["output"]) == sorted(types)
     for output in (streamed, body["output"]):
-        (rebuilt,) = input_messages(output)
+        (rebuilt,) = _messages(output)
         assert rebuilt.get("tool_calls") == message.get("tool_calls")
         assert rebuilt["content"].strip() == message["content"].strip()
     assert _checked(body).output_text == (
@@ -327,7 +334,7 @@ def test_a_cut_answer_is_incomplete() -> None:
 
 def test_items_become_messages() -> None:
     text = {"type": "output_text", "text": "Hel", "annotations": []}
-    assert input_messages(
+    assert _messages(
         [
             {"role": "developer", "content": "Be brief."},
             {"type": "message", "role": "user", "content": [PART]},
@@ -419,7 +426,7 @@ def test_harmless_fields_change_nothing() -> None:
         ({"input": [CALL | {"arguments": {}}]}, "input", "input[0].arguments", "wrong_type"),
         ({"input": [OUTPUT]}, "input", "input[0].call_id", "missing"),
         ({"input": [{"type": ["x"]}]}, "input", "input[0].type", "unknown"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type", "unsupported"),
+        ({"tools": [{"type": "computer_use_preview"}]}, "tools", "tools[0].type", "unsupported"),
         ({"tools": [{"type": "function"}]}, "tools", "tools[0].name", "missing"),
         ({"tools": [TOOL | {"strict": "no"}]}, "tools", "tools[0].strict", "wrong_type"),
         ({"tool_choice": "required"}, "tools", "tools", "empty"),

@@ -93,6 +93,17 @@ async def test_strict_models_refuses_unknown_names_in_rollouts(make_bench: MakeB
         assert "'gpt-4'" in reply["error"]["message"] and reply["error"]["param"] == "model"
 
 
+async def test_any_model_answers_for_unknown_names_outside_of_rollouts(bench: Bench) -> None:
+    gateway = Gateway(bench.loop, records=False, any_model=True)
+    await gateway.start()
+    try:
+        for model in ("claude-haiku-4", "policy"):
+            status, reply, _ = await bench.post(BODY | {"model": model}, base=gateway.url)
+            assert (status, reply["model"]) == (200, model)
+    finally:
+        await gateway.close()
+
+
 async def test_a_refused_stream_has_a_status(bench: Bench, connect: Connect) -> None:
     client = connect(bench.rollout())
     with pytest.raises(openai.BadRequestError) as caught:
@@ -148,6 +159,17 @@ async def test_unknown_urls_have_error_bodies(bench: Bench, method: str, status:
     code = "http_error" if method == "GET" else "unknown_url"
     assert (response.status, reply["error"]["code"]) == (status, code)
     assert path in reply["error"]["message"]
+
+
+async def test_a_websocket_is_refused_with_426(bench: Bench) -> None:
+    """Codex asks for one first, and asks seven times at a 405."""
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    for base in (bench.gateway.url + "/v1", bench.rollout().base_url):
+        async with bench.http.get(f"{base}/responses", headers=upgrade) as response:
+            assert response.status == 426 and response.headers["Upgrade"] == "HTTP/1.1"
+            assert (await response.json())["error"]["code"] == "upgrade_required"
+    async with bench.http.get(f"{bench.gateway.url}/v1/nothing", headers=upgrade) as response:
+        assert response.status == 404
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tests that what a conversation has reaches the prompt, with the templates of many families."""
 
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from families import FAMILIES, Family
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from log_events import records
 
 from lightning_jax.gateway.prompt.habits import habits_of
 from lightning_jax.gateway.prompt.render import ConversationMemory, Generated, render_prompt
@@ -115,6 +117,36 @@ def test_another_end_than_the_templates_is_the_only_one() -> None:
     turns = [{"role": "user", "content": "hi"}, answer, {"role": "user", "content": "more"}]
     text = _text(render_prompt(turns, None, tokenizer, memory), tokenizer)
     assert "\nx<|endoftext|>\n<|im_start|>user\nmore" in text
+
+
+def test_later_system_messages_are_the_users_where_a_template_refuses_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Claude Code sends one after the user's, and Codex two developer messages."""
+    caplog.set_level(logging.INFO, "lightning_jax")
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('the system message must be the first') }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer = Family(strict).tokenizer()
+    system, user = {"role": "system", "content": "s1"}, {"role": "user", "content": "u"}
+    later = {"role": "system", "content": "s2"}
+    folded = {
+        "<|im_start|>system\ns1<|im_end|>\n<|im_start|>user\nu<|im_end|>\n"
+        "<|im_start|>user\ns2<|im_end|>\n": [system, user, later],
+        "<|im_start|>system\ns1\n\ns2<|im_end|>\n<|im_start|>user\nu<|im_end|>\n": [
+            *(system, later, user)
+        ],
+    }
+    for text, messages in folded.items():
+        for _ in range(2):
+            assert _text(render_prompt(messages, None, tokenizer), tokenizer) == text
+    (record,) = records(caplog, "conversation_rewritten")
+    assert len(record.changes) == 1
+    lenient = tiny_tokenizer()
+    assert "system\ns2" in _text(render_prompt([system, user, later], None, lenient), lenient)
+    assert len(records(caplog, "conversation_rewritten")) == 1
 
 
 def test_the_table_in_the_docs_is_what_the_trials_find() -> None:

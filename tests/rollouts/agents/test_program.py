@@ -123,6 +123,8 @@ def test_the_environment_names_the_policy_for_each_client() -> None:
     assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:1/rollout/r~t/v1"
     assert variables["OLLAMA_HOST"] == "http://127.0.0.1:1/rollout/r~t"
     assert variables["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/rollout/r~t"
+    assert variables["GOOGLE_GEMINI_BASE_URL"] == "http://127.0.0.1:1/rollout/r~t"
+    assert variables["GEMINI_API_KEY"] == variables["ANTHROPIC_API_KEY"] == "key"
     assert (variables["OPENAI_API_KEY"], variables["OPENAI_MODEL"]) == ("key", "policy")
     assert json.loads(variables["LIGHTNING_TASK"]) == {"id": "a", "text": "ä"}
 

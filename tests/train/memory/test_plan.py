@@ -278,7 +278,7 @@ def test_devices_of_their_own_hold_no_weights_that_serve() -> None:
             {"serve": ServeConfig(slots=2048, max_len=16, prefix_cache_mib=0.0)},
             "serve.slots=2048",
         ),
-        ({"serve": ServeConfig(slots=2048, max_len=16)}, "serve.prefix_cache_mib=256"),
+        ({"serve": ServeConfig(slots=2048, max_len=16)}, "serve.prefix_cache_mib=32"),
         ({"batch": BatchConfig(rows=512, row_len=2048)}, "model.remat"),
         (
             {"batch": BatchConfig(rows=512, row_len=2048), "model": ModelConfig(remat=True)},

@@ -56,6 +56,7 @@ def _request(body: Body, sender: Sender) -> PolicyRequest:
         model=sender.path["model"],
         messages=payload.messages(),
         functions=payload.functions(),
+        left_out=payload.left_out(),
         tool_choice=payload.tool_choice(),
         output_schema=config.output_schema(),
         num_choices=config.candidate_count,
@@ -99,6 +100,8 @@ class GeminiReply(Reply):
         prompt, sampled = self.num_tokens(answers)
         usage = {"promptTokenCount": prompt, "candidatesTokenCount": sampled}
         usage["totalTokenCount"] = prompt + sampled
+        if cached := self.num_cached(answers):
+            usage["cachedContentTokenCount"] = cached
         return self._response(candidates) | {"usageMetadata": usage}
 
     def _candidate(self, index: int, parts: list[dict[str, Any]], tokens: Any) -> dict[str, Any]:

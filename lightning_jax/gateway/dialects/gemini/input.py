@@ -4,100 +4,16 @@ import json
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic.alias_generators import to_snake
 from pydantic_core import PydanticCustomError
 
 from lightning_jax.gateway import fields
 from lightning_jax.gateway.dialects.base import add_assistant, tool_call
+from lightning_jax.gateway.dialects.gemini.schema import CamelFields, Schema, lower_types
+from lightning_jax.gateway.dialects.left_out import GEMINI_HOSTED, kind_of_file, sentence
 from lightning_jax.gateway.request import MAX_CHOICES, Function, JsonSchema, ToolChoice
 from lightning_jax.types import Message
-
-MAX_PROPERTIES = 10_000  # of one object of a schema
-
-
-class CamelFields(fields.Fields):
-    """Fields with camel case names. The API accepts snake case too."""
-
-    model_config = ConfigDict(
-        alias_generator=to_camel, validate_by_alias=True, validate_by_name=True
-    )
-
-
-Type = Literal["string", "number", "integer", "boolean", "array", "object", "null"]
-# 64-bit integers, which this API sends as strings.
-Size = Annotated[
-    Any, BeforeValidator(lambda v: int(v) if isinstance(v, str) and v.isdecimal() else v)
-]
-_SAME = {
-    *("title", "description", "enum", "pattern", "minimum", "maximum", "default", "min_items"),
-    *("max_items", "min_length", "max_length", "min_properties", "max_properties"),
-}
-
-
-def _bounded(properties: Any) -> Any:
-    # Unlike a list, a dictionary is read to its end before its first error is raised.
-    if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
-        raise PydanticCustomError("too_many", "expected at most {most}", {"most": MAX_PROPERTIES})
-    return properties
-
-
-def _lower(kind: Any) -> Any:
-    if kind == "TYPE_UNSPECIFIED":
-        return None
-    return kind.lower() if isinstance(kind, str) else kind
-
-
-class Schema(CamelFields):
-    """Schema in OpenAPI's subset: types in capitals, nullable, no references."""
-
-    type: Annotated[Type | None, BeforeValidator(_lower)] = None
-    nullable: Any = None
-    format: Any = None
-    properties: Annotated[dict[str, "Schema"] | None, BeforeValidator(_bounded)] = None
-    property_ordering: fields.Strings = ()
-    required: fields.Strings = ()
-    items: "Schema | None" = None
-    any_of: "fields.Listed[Schema] | None" = None
-    additional_properties: "bool | Schema | None" = None
-    ref: Annotated[Any, fields.harmless("")] = None
-    title: Any = None
-    description: Any = None
-    enum: Any = None
-    pattern: Any = None
-    minimum: Any = None
-    maximum: Any = None
-    default: Any = None
-    min_items: Size = None
-    max_items: Size = None
-    min_length: Size = None
-    max_length: Size = None
-    min_properties: Size = None
-    max_properties: Size = None
-
-    def json_schema(self) -> JsonSchema:
-        """Return a JSON schema with properties in the order that this one asks for."""
-        plain = self.model_dump(include=_SAME, exclude_none=True, by_alias=True)
-        if self.type:
-            plain["type"] = self.type
-        if self.type == "string" and self.format not in (None, "enum"):
-            plain["format"] = self.format  # formats of numbers only set a number of bits
-        if self.properties:
-            names = dict.fromkeys((*self.property_ordering, *self.properties))
-            plain["properties"] = {
-                name: self.properties[name].json_schema()
-                for name in names
-                if name in self.properties
-            }
-        if self.required:
-            plain["required"] = list(self.required)
-        if self.items:
-            plain["items"] = self.items.json_schema()
-        if self.any_of:
-            plain["anyOf"] = [option.json_schema() for option in self.any_of]
-        if (more := self.additional_properties) is not None:
-            plain["additionalProperties"] = more if isinstance(more, bool) else more.json_schema()
-        return {"anyOf": [plain, {"type": "null"}]} if self.nullable is True else plain
 
 
 class FunctionCall(CamelFields):
@@ -109,15 +25,42 @@ class FunctionCall(CamelFields):
         return tool_call(self.name, self.args, self.id if isinstance(self.id, str) else None)
 
 
+class File(CamelFields):
+    mime_type: str = ""
+
+
+class Media(CamelFields):
+    """Picture or other file in a function's response."""
+
+    inline_data: File | None = None
+    file_data: File | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Media":
+        if self.file is None:
+            raise PydanticCustomError("missing", "expected inlineData or fileData")
+        return self
+
+    @property
+    def file(self) -> File | None:
+        return self.inline_data or self.file_data
+
+    @property
+    def kind(self) -> str:
+        return kind_of_file(self.file.mime_type if self.file else "")
+
+
 class FunctionResponse(CamelFields):
     id: Any = None
     name: Any = None
     response: Any = None
+    parts: "fields.Listed[Media] | None" = None
 
     def message(self) -> Message:
         ids = {"name": self.name, "tool_call_id": self.id}
         ids = {name: text for name, text in ids.items() if isinstance(text, str)}
-        return {"role": "tool", "content": self._result(), **ids}
+        texts = [self._result(), *(sentence(part.kind) for part in self.parts or ())]
+        return {"role": "tool", "content": "\n".join(texts), **ids}
 
     def _result(self) -> str:
         """Return the response as text, unwrapped if it has only a result or an output."""
@@ -142,18 +85,30 @@ class Part(CamelFields, extra="allow"):
     @model_validator(mode="after")
     def _check(self) -> "Part":
         others = [value for value in (self.model_extra or {}).values() if value is not None]
-        contents = (self.text, self.function_call, self.function_response)
-        num_known = sum(value is not None for value in contents)
+        num_known = sum(value is not None for value in self._contents())
         if others or (num_known != 1 and self.thought is not True):
             raise PydanticCustomError(
                 "not_text", "expected one of text, functionCall or functionResponse"
             )
         return self
 
+    @property
+    def shown_text(self) -> str:
+        return self.text or ""
+
+    def _contents(self) -> tuple[Any, ...]:
+        return (self.text, self.function_call, self.function_response)
+
 
 class Content(CamelFields):
     role: Literal["model", "user", "function", "tool", ""] | None = None
     parts: fields.Listed[Part] | None = None
+
+    @property
+    def media(self) -> list[str]:
+        """Kinds of media that the policy does not see."""
+        responses = (part.function_response for part in self.parts or ())
+        return [media.kind for r in responses if r for media in r.parts or ()]
 
     @model_validator(mode="after")
     def _check(self) -> "Content":
@@ -175,12 +130,55 @@ class Content(CamelFields):
             text = "".join(part.text or "" for part in parts)
             add_assistant(messages, text, calls, "".join(thoughts))
             return
-        for _, group in groupby(parts, lambda part: part.text is None):
-            items = [part.function_response or part.text or "" for part in group]
+        for _, group in groupby(parts, lambda part: part.function_response is not None):
+            items = [part.function_response or part.shown_text for part in group]
             texts = [item for item in items if isinstance(item, str)]
             messages += [item.message() for item in items if not isinstance(item, str)]
             if texts:
                 messages.append({"role": "user", "content": "\n".join(texts)})
+
+
+class ResultPart(Part):
+    """Part of a content with function responses. Media beside them are results, too."""
+
+    inline_data: File | None = None
+    file_data: File | None = None
+
+    @property
+    def file(self) -> File | None:
+        return self.inline_data or self.file_data
+
+    @property
+    def shown_text(self) -> str:
+        return sentence(kind_of_file(self.file.mime_type)) if self.file else self.text or ""
+
+    def _contents(self) -> tuple[Any, ...]:
+        return (*super()._contents(), self.file)
+
+
+class ResultsContent(Content):
+    parts: fields.Listed[ResultPart] | None = None  # type: ignore[assignment]
+
+    @property
+    def media(self) -> list[str]:
+        files = (part.file for part in self.parts or ())
+        return [*super().media, *(kind_of_file(file.mime_type) for file in files if file)]
+
+
+def _content_kind(content: Any) -> str:
+    match content:
+        case {"parts": [*parts]} if any(
+            isinstance(part, dict) and part.keys() & {"functionResponse", "function_response"}
+            for part in parts
+        ):
+            return "results content"
+    return "plain content"
+
+
+AnyContent = Annotated[
+    Annotated[Content, Tag("plain content")] | Annotated[ResultsContent, Tag("results content")],
+    Discriminator(_content_kind),
+]
 
 
 class TextPart(CamelFields):
@@ -198,7 +196,7 @@ class Declaration(CamelFields):
     parameters_json_schema: JsonSchema | None = None
 
     def function(self) -> Function:
-        schema = self.parameters_json_schema
+        schema = lower_types(self.parameters_json_schema)
         if schema is None and self.parameters:
             schema = self.parameters.json_schema()
         return Function(self.name, self.description or "", schema)
@@ -207,11 +205,16 @@ class Declaration(CamelFields):
 class Tool(CamelFields, extra="allow"):
     function_declarations: fields.Listed[Declaration] | None = None
 
+    @property
+    def hosted(self) -> list[str]:
+        extra = (self.model_extra or {}).items()
+        return [to_snake(name[:100]) for name, value in extra if value is not None]
+
     @model_validator(mode="after")
     def _check(self) -> "Tool":
-        if any(value is not None for value in (self.model_extra or {}).values()):
+        if not GEMINI_HOSTED.issuperset(self.hosted):
             raise PydanticCustomError(
-                "unsupported", "pass functionDeclarations, because hosted tools are not supported"
+                "unsupported", "pass functionDeclarations, because this tool is not supported"
             )
         return self
 
@@ -260,14 +263,14 @@ class Config(CamelFields, fields.SamplingFields, extra="allow"):
 
     def output_schema(self) -> JsonSchema | None:
         if self.response_json_schema is not None:
-            return self.response_json_schema
+            return lower_types(self.response_json_schema)
         if self.response_schema:
             return self.response_schema.json_schema()
         return {} if self.response_mime_type == "application/json" else None
 
 
 class GeminiBody(CamelFields, extra="allow"):
-    contents: fields.Listed[Content] | None = None
+    contents: fields.Listed[AnyContent] | None = None
     system_instruction: Instruction | None = None
     tools: fields.Listed[Tool] | None = None
     tool_config: ToolConfig | None = None
@@ -288,6 +291,11 @@ class GeminiBody(CamelFields, extra="allow"):
         for content in self.contents or ():
             content.add_to(messages)
         return tuple(messages)
+
+    def left_out(self) -> tuple[str, ...]:
+        """Return the names of hosted tools, and the kinds of media that the policy does not see."""
+        hosted = (name for tool in self.tools or () for name in tool.hosted)
+        return (*hosted, *(kind for content in self.contents or () for kind in content.media))
 
     def functions(self) -> tuple[Function, ...]:
         declared = [d for tool in self.tools or () for d in tool.function_declarations or ()]

@@ -29,17 +29,22 @@ from lightning_jax.gateway.dialects.base import (
 from lightning_jax.gateway.dialects.openai_fields import (
     IGNORED,
     Format,
-    FunctionFields,
     OpenAIFields,
     ToolChoiceField,
     template_kwargs,
 )
-from lightning_jax.gateway.dialects.openai_responses.input import input_messages
+from lightning_jax.gateway.dialects.openai_responses.input import read_input
 from lightning_jax.gateway.dialects.openai_responses.output import Output
+from lightning_jax.gateway.dialects.openai_responses.tools import (
+    Offer,
+    Tools,
+    hosted_types,
+    offers_of,
+)
 from lightning_jax.gateway.dialects.saved_responses import SavedResponse
 from lightning_jax.gateway.dialects.unknown_fields import check_unknown
 from lightning_jax.gateway.errors import ApiError, invalid
-from lightning_jax.gateway.request import MAX_TOOLS, PolicyRequest
+from lightning_jax.gateway.request import PolicyRequest
 from lightning_jax.types import Message
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -50,11 +55,6 @@ def _metadata(value: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(item, str) for item in value.values()):
         raise PydanticCustomError("wrong_type", "expected an object of strings")
     return value
-
-
-class ResponsesTool(FunctionFields):
-    type: Annotated[Any, fields.harmless("function")]
-    strict: bool | None = None
 
 
 class TextOptions(fields.Fields):
@@ -78,7 +78,7 @@ class ResponsesBody(OpenAIFields, extra="allow"):
     reasoning: Reasoning | None = None
     store: bool | None = None
     text: TextOptions | None = None
-    tools: Annotated[fields.Listed[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
     top_logprobs: fields.TopLogprobs | None = None
@@ -95,7 +95,9 @@ def parse(body: fields.Body, sender: Sender) -> Reply:
     payload = ResponsesBody.read(body)
     check_unknown("responses", payload.model_extra, _IGNORED)
     previous = _previous(payload.previous_response_id, sender)
-    conversation = (*previous, *input_messages(payload.input))
+    read = read_input(payload.input)
+    conversation = (*previous, *read.messages)
+    offers = offers_of(payload.tools or (), read.tools)
     instructions = payload.instructions
     system = () if instructions is None else ({"role": "system", "content": instructions},)
     form = payload.text and payload.text.format
@@ -106,7 +108,8 @@ def parse(body: fields.Body, sender: Sender) -> Reply:
         sender,
         id_prefix="resp_",
         messages=(*system, *conversation),
-        functions=tuple(tool.function() for tool in payload.tools or ()),
+        functions=tuple(offer.function for offer in offers),
+        left_out=(*hosted_types((*(payload.tools or ()), *read.tools)), *read.media),
         output_schema=form and form.output_schema("text.format"),
         logprobs=LOGPROBS in (payload.include or ()) or bool(payload.top_logprobs),
         chat_template_kwargs=template_kwargs(payload.chat_template_kwargs, effort),
@@ -127,7 +130,7 @@ def parse(body: fields.Body, sender: Sender) -> Reply:
         saved = SavedResponse(kept, (*conversation, answer))
         sender.conversations.save(response["id"], saved)
 
-    return ResponsesReply(request, settings, save)
+    return ResponsesReply(request, settings, save, {o.function.name: o for o in offers})
 
 
 def _settings(payload: ResponsesBody, request: PolicyRequest, tool_choice: Any) -> dict[str, Any]:
@@ -142,11 +145,7 @@ def _settings(payload: ResponsesBody, request: PolicyRequest, tool_choice: Any) 
         "temperature": request.temperature,
         "text": {"format": _format_shown(payload.text and payload.text.format)},
         "tool_choice": "auto" if tool_choice is None else tool_choice,
-        "tools": [
-            tool.model_dump(include={"type", "name", "description", "parameters"})
-            | {"strict": bool(tool.strict)}
-            for tool in payload.tools or ()
-        ],
+        "tools": [copy for tool in payload.tools or () if (copy := tool.shown()) is not None],
         "top_logprobs": request.top_logprobs,
         "top_p": request.top_p,
         "truncation": payload.truncation or "disabled",
@@ -187,10 +186,11 @@ class ResponsesReply(Reply):
 
     settings: Mapping[str, Any]
     save: Callable[[Mapping[str, Any], Message], None]
+    offers: Mapping[str, Offer]  # by the name that the policy calls
 
     @cached_property
     def _output(self) -> Output:
-        return Output(self.context.token)
+        return Output(self.context.token, self.offers)
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         for _ in self._whole(answers[0]):
@@ -251,9 +251,10 @@ class ResponsesReply(Reply):
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
         prompt, sampled = self.num_tokens(answers)
+        cached = {"cached_tokens": self.num_cached(answers), "cache_write_tokens": 0}
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": cached,
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + sampled,

@@ -15,14 +15,17 @@ from pydantic import BeforeValidator, Discriminator, Field
 
 from lightning_jax.gateway.answer import function_call
 from lightning_jax.gateway.dialects.base import extend_turn, text_blocks
+from lightning_jax.gateway.dialects.left_out import MEDIA, sentence
+from lightning_jax.gateway.dialects.openai_fields import offered_name
+from lightning_jax.gateway.dialects.openai_responses.tools import Tools, custom_arguments
 from lightning_jax.gateway.fields import Fields, Listed
 from lightning_jax.types import Message
 
-_ITEM_ID = re.compile(r"(?:msg|fc)_([0-9a-f]+)_\d+")
+_ITEM_ID = re.compile(r"(?:msg|fc|ctc)_([0-9a-f]+)_\d+")
 
 
 def item_id(kind: str, token: str, index: int) -> str:
-    """Return the id of a response's item: "msg" or "fc", the response's token, the item's index."""
+    """Return the id of a response's item: its kind, the response's token, the item's index."""
     return f"{kind}_{token}_{index}"
 
 
@@ -42,6 +45,20 @@ Texts = Annotated[
 ]
 
 
+class Media(Fields):
+    """Picture or file in a tool's result."""
+
+    type: Literal["input_image", "input_file"]
+
+    @property
+    def kind(self) -> str:
+        return MEDIA[self.type]
+
+    @property
+    def text(self) -> str:
+        return sentence(self.kind)
+
+
 class MessageItem(Fields):
     type: Literal["message"]
     id: Any = None
@@ -57,17 +74,36 @@ class CallItem(Fields):
     id: Any = None
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
     def message(self) -> Message:
-        call = function_call(self.call_id, self.name, self.arguments)
+        name = offered_name(self.name, self.namespace)
+        call = function_call(self.call_id, name, self.arguments)
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+class CustomCallItem(Fields):
+    type: Literal["custom_tool_call"]
+    id: Any = None
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+    def message(self) -> Message:
+        name = offered_name(self.name, self.namespace)
+        call = function_call(self.call_id, name, custom_arguments(self.input))
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 class OutputItem(Fields):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Texts
+    output: Annotated[
+        Listed[Annotated[Text | Refusal | Media, Discriminator("type")]],
+        BeforeValidator(text_blocks),
+    ]
 
     def message(self) -> Message:
         return {"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)}
@@ -84,12 +120,22 @@ class ReasoningItem(Fields):
     content: Listed[ReasoningText] | None = None
 
 
+class ToolsItem(Fields):
+    """Tools that are offered in addition to those of the body."""
+
+    type: Literal["additional_tools"]
+    tools: Tools
+
+
 def _typed(item: Any) -> Any:
     is_message = isinstance(item, dict) and not item.get("type")
     return item | {"type": "message"} if is_message else item
 
 
-Item = Annotated[MessageItem | CallItem | OutputItem | ReasoningItem, Discriminator("type")]
+Item = Annotated[
+    MessageItem | CallItem | CustomCallItem | OutputItem | ReasoningItem | ToolsItem,
+    Discriminator("type"),
+]
 
 
 class InputFields(Fields):
@@ -100,20 +146,34 @@ class InputFields(Fields):
     ]
 
 
-def input_messages(value: Any) -> tuple[Message, ...]:
-    """Return the messages in a text or a list of items. Raise ApiError that names the first invalid
-    one.
+@dataclass(frozen=True)
+class Input:
+    """Content of the input items."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()  # that items add
+    media: tuple[str, ...] = ()  # kinds that the policy does not see
+
+
+def read_input(value: Any) -> Input:
+    """Return the content of a text or a list of items. Raise ApiError that names the first invalid
+    item.
     """
-    conversation = _Conversation()
+    conversation, tools, media = _Conversation(), [], []
     for item in InputFields.read({"input": value}).input:
         match item:
             case ReasoningItem():
                 conversation.thought += "".join(part.text for part in item.content or ())
-            case CallItem() | MessageItem(role="assistant"):
+            case CallItem() | CustomCallItem() | MessageItem(role="assistant"):
                 conversation.add_generated(item.message(), item.id)
-            case MessageItem() | OutputItem():
+            case MessageItem():
                 conversation.messages.append(item.message())
-    return tuple(conversation.messages)
+            case OutputItem():
+                conversation.messages.append(item.message())
+                media += [part.kind for part in item.output if isinstance(part, Media)]
+            case ToolsItem():
+                tools += item.tools
+    return Input(tuple(conversation.messages), tuple(tools), tuple(media))
 
 
 @dataclass
@@ -147,5 +207,5 @@ class _Conversation:
         return last
 
 
-def _joined(parts: Iterable[Text | Refusal]) -> str:
+def _joined(parts: Iterable[Text | Refusal | Media]) -> str:
     return "".join(part.text for part in parts)

@@ -1,12 +1,13 @@
 """Output of OpenAI's responses API: items, and the events for them as they grow."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_jax.gateway.answer import CallDelta
 from lightning_jax.gateway.dialects.base import Event
 from lightning_jax.gateway.dialects.openai_responses.input import item_id
+from lightning_jax.gateway.dialects.openai_responses.tools import Offer, custom_input
 
 Entries = Sequence[dict[str, Any]]  # one per token, with its log-probability
 
@@ -18,19 +19,27 @@ class _Item:
     index: int
     item_id: str
     call: CallDelta | None  # start of its call; None for a message
+    offer: Offer | None = None  # that it calls
     text: str = ""  # or the call's arguments
     entries: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def is_custom(self) -> bool:
+        return self.offer is not None and self.offer.is_custom
+
     def shown(self, status: str) -> dict[str, Any]:
         if self.call:
-            return {
-                "type": "function_call",
+            space = self.offer and self.offer.namespace
+            call = {
                 "id": self.item_id,
                 "call_id": self.call.call_id,
-                "name": self.call.name,
-                "arguments": self.text,
-                "status": status,
+                "name": self.offer.name if self.offer else self.call.name,
+                **({"namespace": space} if space else {}),
             }
+            if self.is_custom:
+                text = "" if status == "in_progress" else custom_input(self.text)
+                return {"type": "custom_tool_call", **call, "input": text}
+            return {"type": "function_call", **call, "arguments": self.text, "status": status}
         content = [] if status == "in_progress" else [self.part()]
         return {
             "type": "message",
@@ -55,11 +64,12 @@ class Output:
 
     There is a message if there is text, or if there is nothing else. Blanks alone do not count as
     text if there are calls. A token's log-probability goes with the message that is open or opens
-    next. Log-probabilities of a call's tokens are left out.
+    next. Log-probabilities of a call's tokens are left out. The text for a custom tool comes whole,
+    because its call is JSON until its end.
     """
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, token: str, offers: Mapping[str, Offer]) -> None:
+        self._token, self._offers = token, offers
         self._open: _Item | None = None
         self._held = ""  # blanks that may become the start of a message
         self._entries: list[dict[str, Any]] = []  # of tokens whose text has not arrived yet
@@ -84,8 +94,8 @@ class Output:
         item = self._open
         assert item and item.call, "arguments follow the beginning of their call"
         self._entries.clear()
-        if call.arguments:
-            item.text += call.arguments
+        item.text += call.arguments
+        if call.arguments and not item.is_custom:
             yield _of(item, "response.function_call_arguments.delta", delta=call.arguments)
 
     def finish(self, status: str) -> Iterator[Event]:
@@ -98,8 +108,9 @@ class Output:
 
     def _start(self, call: CallDelta | None) -> Iterator[Event]:
         yield from self._close("completed")
-        index = len(self.items)
-        self._open = _Item(index, item_id("fc" if call else "msg", self._token, index), call)
+        index, offer = len(self.items), self._offers.get((call and call.name) or "")
+        kind = "msg" if call is None else "ctc" if offer and offer.is_custom else "fc"
+        self._open = _Item(index, item_id(kind, self._token, index), call, offer)
         item = self._open.shown("in_progress")
         yield {"type": "response.output_item.added", "output_index": index, "item": item}
         if not call:
@@ -124,7 +135,11 @@ class Output:
         item = self._open
         if item is None:
             return
-        if item.call:
+        if item.is_custom:
+            text = custom_input(item.text)
+            yield _of(item, "response.custom_tool_call_input.delta", delta=text)
+            yield _of(item, "response.custom_tool_call_input.done", input=text)
+        elif item.call:
             yield _of(item, "response.function_call_arguments.done", arguments=item.text)
         else:
             if self._entries:  # tokens without text, such as the end of the turn
