@@ -280,6 +280,7 @@ def remote_routing(roles: Roles, server: RoleConfig) -> Routing:
     def sent_away(role: RoleConfig) -> RoleConfig:
         if role.is_external:
             return role
-        return replace(server, agent=role.agent, model=role.model, system=role.system)
+        patterns = {name: getattr(role, name) for name in ("agent", "model", "system", "message")}
+        return replace(server, **patterns)
 
     return Routing({name: sent_away(role) for name, role in roles.items()}, fallback=server)
