@@ -100,11 +100,11 @@ def _last_message(body: Body) -> str:
         return ""
     content = last.get("content") or last.get("parts")
     if isinstance(content, list):
-        return "\n".join(text for part in content if (text := _own_text(part)))
+        return "\n".join(text for part in content if (text := _part_text(part)))
     return _text(content)
 
 
-def _own_text(part: Any) -> str:
+def _part_text(part: Any) -> str:
     """Return the text of one part of a message, or "" if it is a tool's result or a picture."""
     text = part.get("text") if isinstance(part, Mapping) else part
     return text if isinstance(text, str) else ""
