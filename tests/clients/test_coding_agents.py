@@ -4,6 +4,9 @@ Run with `python tests/clients/run.py coding_agents`. The policy writes a plan: 
 edits it, runs a command and says that it is done.
 """
 
+# pyright: reportMissingImports=false
+# tests/gateway is on the path only when this runs.
+
 import asyncio
 import json
 import sys
