@@ -70,7 +70,7 @@ PLANS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("run_shell_command", {"command": SHOW, "is_background": False}),
     ],
 }
-TERMINALS = ("codex", "gemini-cli", "qwen-code")  # agents whose shell has one
+TERMINALS = ("codex", "qwen-code")  # agents whose shell has one
 SIDE_CALLS = {"opencode": {"title"}}
 
 
