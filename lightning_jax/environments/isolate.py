@@ -26,7 +26,7 @@ import sys
 import time
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
-MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 SYS_MOUNT_SETATTR, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 442, 1, 2  # Linux 5.12
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
@@ -36,8 +36,10 @@ NUM_CAPABILITIES = 64  # more than there are
 # Directories of the new root that hold nothing of this machine.
 REPLACED = {"tmp", "home", "root", "run", "proc", "sys", "dev", "mnt", "media"}
 EMPTIED = ("/tmp/", "/home/", "/root/", "/run/", "/mnt/", "/media/", "/var/tmp/")
-DEVICES = ("null", "zero", "full", "random", "urandom")
+# With tty, a program opens the terminal of its own session: one of the sandbox's, or none.
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 SMALL = "size=16m,nr_inodes=4k,mode=1777"
+TERMINALS = "newinstance,ptmxmode=0666,max=64"
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
 
@@ -133,7 +135,7 @@ def make_devices(folder: str) -> None:
     """Make the devices that every program expects, and none with data of this machine."""
     os.mkdir(folder)
     mount("tmpfs", folder, "tmpfs", MS_NOSUID, "size=16m,nr_inodes=4k,mode=755")
-    for name in DEVICES:
+    for name in filter(lambda name: os.path.exists(f"/dev/{name}"), DEVICES):
         with open(f"{folder}/{name}", "w"):
             pass
         mount(f"/dev/{name}", f"{folder}/{name}", None, MS_BIND)
@@ -141,6 +143,10 @@ def make_devices(folder: str) -> None:
         os.symlink(f"/proc/self/{target}", f"{folder}/{name}")
     os.mkdir(f"{folder}/shm")
     os.chmod(f"{folder}/shm", 0o1777)
+    os.mkdir(f"{folder}/pts")
+    with contextlib.suppress(OSError):  # some systems mount none; a program then has no terminal
+        mount("devpts", f"{folder}/pts", "devpts", MS_NOSUID | MS_NOEXEC, TERMINALS)
+        os.symlink("pts/ptmx", f"{folder}/ptmx")
 
 
 def cover(path: str) -> None:

@@ -55,6 +55,9 @@ class RoleConfig(Section):
     """Pattern for the requested model name, with * and ?"""
     system: Pattern | None = None
     """Regular expression to find in the system prompt."""
+    message: Pattern | None = None
+    """Regular expression to find in the last message, if it is the user's; results of tools are no
+    part of it."""
     trains: bool = True
     """False: the call is part of the environment."""
     policy: str | None = None
@@ -72,8 +75,8 @@ class RoleConfig(Section):
     """For a URL: a longer response fails the call."""
 
     def rules(self) -> Iterator[Rule]:
-        has_pattern = any((self.agent, self.model, self.system))
-        yield "agent", has_pattern, "expected a pattern for agent, model or system"
+        has_pattern = any((self.agent, self.model, self.system, self.message))
+        yield "agent", has_pattern, "expected a pattern for agent, model, system or message"
         is_known = self.served_by in SERVED_BY or is_plain_url(self.served_by)
         yield "served_by", is_known, f"expected {', '.join(SERVED_BY)} or {PLAIN_URL}"
         is_policy = self.served_by == "policy"
@@ -87,6 +90,11 @@ class RoleConfig(Section):
     def is_external(self) -> bool:
         """True if another server answers the calls."""
         return self.served_by not in SERVED_BY
+
+    @property
+    def fits_all(self) -> bool:
+        """True if every call matches."""
+        return {self.agent, self.model} <= {None, "*"} and self.system is self.message is None
 
 
 @section

@@ -14,9 +14,10 @@ from lightning_jax.types import Span, Trajectory, Transition, keep_calls
 Roles = Mapping[str, RoleConfig]  # in order: a call has the first role that matches
 
 
-def find_role(roles: Roles, *, agent: str, model: str, system: str) -> str:
+def find_role(roles: Roles, *, agent: str, model: str, system: str, message: str) -> str:
     """Return the name of the first role whose patterns all match, or "" if none does."""
-    return next((name for name, role in roles.items() if _fits(role, agent, model, system)), "")
+    names = (name for name, role in roles.items() if _fits(role, agent, model, system, message))
+    return next(names, "")
 
 
 def select_policy(policies: PolicyTable, role: RoleConfig, model: str) -> Policy | None:
@@ -74,17 +75,19 @@ def _assigned(
         for name, candidate in roles.items():
             if name == role:
                 break
-            # By names only, because the span does not hold the system prompt.
-            if candidate.system is None and _fits(candidate, agent, call.policy, ""):
+            # By names only, because the span does not hold the request's texts.
+            texts = (candidate.system, candidate.message)
+            if texts == (None, None) and _fits(candidate, agent, call.policy, "", ""):
                 role, trains = name, candidate.trains
                 break
     return replace(call, agent=agent, role=role, trains=trains)
 
 
-def _fits(role: RoleConfig, agent: str, model: str, system: str) -> bool:
+def _fits(role: RoleConfig, agent: str, model: str, system: str, message: str) -> bool:
     return (
         (role.agent is None or fnmatchcase(agent, role.agent))
         # Ollama's clients write NAME:latest.
         and (role.model is None or fnmatchcase(model.removesuffix(":latest"), role.model))
         and (role.system is None or re.search(role.system, system) is not None)
+        and (role.message is None or re.search(role.message, message) is not None)
     )

@@ -117,7 +117,8 @@ class TraceReader:
 class Reading:
     """Judged rollouts, trajectories of rollouts with a reward, and counts.
 
-    Rules, roles and policies that nothing used have the count 0.
+    Rules, roles and policies that nothing used have the count 0. Roles that do not train are left
+    out if the last role takes the rest of the calls, because then none trains by mistake.
     """
 
     def __init__(self, reader: TraceReader) -> None:
@@ -126,7 +127,9 @@ class Reading:
         # Rollouts without a reward, spans without tokens and others, by reason.
         self.dropped: Counter[str] = Counter()
         self.rules: Counter[str] = Counter(dict.fromkeys(reader.rules, 0))  # uses
-        names = [f"role={name}" for name in reader.roles]
+        has_rest = any(role.fits_all for role in reader.roles.values())
+        must_match = {name: role.trains or not has_rest for name, role in reader.roles.items()}
+        names = [f"role={name}" for name, is_due in must_match.items() if is_due]
         names += [f"policy={name}" for name in reader.policies.named]
         self.used: Counter[str] = Counter(dict.fromkeys(names, 0))  # rollouts with calls of each
 

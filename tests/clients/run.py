@@ -3,11 +3,15 @@
     python tests/clients/run.py [NAME ...]     such as openai or anthropic; all without a name
 
 A file `test_NAME.py` is run with the packages of the requirements file whose first line names it,
-in `tests/clients/.venvs/`, which is made once. The policy is a tiny random model.
+in `tests/clients/.venvs/`, which is made once. The policy is a tiny random model. If there is
+`npm-NAME.json`, npm installs its packages there, and the test runs in this environment with their
+commands on the PATH and a policy of its own.
 """
 
 import asyncio
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -36,6 +40,23 @@ def requirements_of(test: Path) -> Path:
     raise LookupError(f"no requirements-*.txt says on its first line that it is for {test.name}.")
 
 
+def setting_of(test: Path) -> tuple[str | Path, dict[str, str]]:
+    """The Python of a test, and its variables. Raises LookupError if nothing names its packages."""
+    packages = HERE / f"npm-{test.stem.removeprefix('test_')}.json"
+    if not packages.exists():
+        return environment(requirements_of(test), ENVIRONMENTS), {}
+    folder = ENVIRONMENTS / packages.stem
+    ready = folder / "ready.json"
+    if not ready.exists() or ready.read_bytes() != packages.read_bytes():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        shutil.copy(packages, folder / "package.json")
+        subprocess.run(["npm", "install", "--no-audit", "--no-fund"], cwd=folder, check=True)
+        shutil.copy(packages, ready)
+    commands = folder / "node_modules/.bin"
+    return sys.executable, {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
+
+
 async def main(names: list[str]) -> int:
     """Return the number of clients that failed."""
     tests = sorted(HERE.glob("test_*.py"))
@@ -54,13 +75,14 @@ async def _run_all(tests: list[Path], service: Service) -> list[str]:
     """The names of the files that failed."""
     gateway, failed = service.gateway, []
     for number, test in enumerate(tests):
-        python = environment(requirements_of(test), ENVIRONMENTS)
+        python, added = setting_of(test)
         rollout_id = f"{test.stem}-{number}"
         llm = gateway.open_rollout(RolloutSettings(rollout_id, seed=number))
         variables = {
             "LIGHTNING_BASE": gateway.url,
             "LIGHTNING_ROLLOUT": llm.base_url.removesuffix("/v1"),
             "LIGHTNING_KEY": llm.api_key,
+            **added,
         }
         # Our own conftest.py and plugins are not for these environments.
         command = [python, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", HERE]

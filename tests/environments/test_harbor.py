@@ -13,6 +13,7 @@ from lightning_jax.environments import harbor, sandbox
 from lightning_jax.environments.harbor import TestFailure, folders
 from lightning_jax.environments.harbor.folders import NeedsDocker, Setup
 from lightning_jax.errors import UserError
+from lightning_jax.rollouts.agents.functions import as_agent
 from lightning_jax.rollouts.agents.outcome import outcome_of
 from lightning_jax.rollouts.agents.program import ExitStatus, OverLimit, TemporaryFailure
 from lightning_jax.types import LLM, Task
@@ -115,6 +116,32 @@ def test_the_agent_cannot_write_the_reward_or_change_the_tests(kind: str, tmp_pa
         f"echo 'echo 1 > /logs/verifier/reward.txt' > {tests}/test.sh; true"
     )
     assert run(task, script, sandbox=kind)["reward"] == 0.0
+
+
+def test_missing_programs_are_refused_before_the_run() -> None:
+    options = {"command": "sh agent.sh", "programs": {"no-such-cli": "npm install no-such-cli"}}
+    with raises_coded(UserError, "not_installed", "no-such-cli"):
+        as_agent(harbor.run, options)
+    as_agent(harbor.run, options | {"sandbox": "docker"})  # the image has it
+    with raises_coded(UserError, "unknown", "agent.options.limits"):
+        as_agent(harbor.run, {"command": "sh", "limits": {"memory": 1}})
+
+
+@needs_namespaces
+def test_program_of_a_package_in_a_hidden_folder_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """npm links a command in .bin to a file of its package; /tmp is hidden in the sandbox."""
+    modules = tmp_path / "node_modules"
+    (modules / ".bin").mkdir(parents=True)
+    (modules / "cli").mkdir()
+    (modules / "cli/main.sh").write_text("#!/bin/sh\necho Hello > hello.txt\n")
+    (modules / "cli/main.sh").chmod(0o755)
+    (modules / ".bin/cli").symlink_to("../cli/main.sh")
+    monkeypatch.setenv("PATH", f"{modules / '.bin'}:{os.environ['PATH']}")
+    task = write_task(tmp_path / "tasks/hello")
+    result = run(task, "cli", sandbox="namespaces", programs={"cli": "npm install cli"})
+    assert result["reward"] == 1.0
 
 
 @needs_namespaces

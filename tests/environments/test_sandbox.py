@@ -74,6 +74,42 @@ def test_deep_directories_hide_no_bytes(box: Box) -> None:
     assert run(box, script).exceeded == "disk_mib"
 
 
+# A shell on a new terminal, as coding agents start one for each command.
+TERMINAL = """
+import os, pty
+pid, master = pty.fork()
+if not pid:
+    os.execv("/bin/sh", ["sh", "-c", "tty; echo heard > /dev/tty"])
+output = b""
+try:
+    while part := os.read(master, 4096):
+        output += part
+except OSError:  # the shell closed its end
+    pass
+print(output.decode())
+"""
+
+
+def test_program_opens_a_terminal(box: Box) -> None:
+    ended = asyncio.run(run_boxed(box, [sys.executable, "-c", TERMINAL], PATH, limits=SMALL))
+    assert [line.strip() for line in ended.output.split()][1:] == ["heard"]
+
+
+@needs_namespaces
+def test_terminals_of_a_sandbox_are_its_own_and_few() -> None:
+    code = (
+        "import os, pty\nbefore = os.listdir('/dev/pts')\nends = []\n"
+        "try:\n    while len(ends) < 100: ends.append(pty.openpty())\n"
+        "except OSError: pass\nprint(*before, len(ends))"
+    )
+    master, other = os.openpty()  # of this machine
+    with open_box("namespaces") as box:
+        ended = asyncio.run(run_boxed(box, [sys.executable, "-c", code], PATH, limits=SMALL))
+    os.close(master)
+    os.close(other)
+    assert ended.output.split() == ["ptmx", "64"]
+
+
 def test_tests_have_a_home_of_their_own(box: Box) -> None:
     run(box, "echo x > ~/planted; mkdir -p ../test_home; echo x > ../test_home/planted")
     ended = run(box, "ls -A ~ | wc -l; touch ~/mine && echo written", with_tests=True)

@@ -21,6 +21,7 @@ ROLES = {
     "exact": RoleConfig(model="mine"),
     "planner": RoleConfig(system=r"(?i)you plan\b", trains=False),
     "writer": RoleConfig(agent="writer", system="SQL"),
+    "summary": RoleConfig(message=r"^Summarize the conversation", trains=False),
 }
 
 
@@ -41,7 +42,14 @@ ROLES = {
 def test_a_call_has_the_first_role_that_fits(
     agent: str, model: str, system: str, role: str
 ) -> None:
-    assert find_role(ROLES, agent=agent, model=model, system=system) == role
+    found = find_role(ROLES, agent=agent, model=model, system=system, message="Hello")
+    assert found == role
+
+
+def test_role_is_told_by_the_users_last_message() -> None:
+    call = {"agent": "", "model": "policy", "system": ""}
+    assert find_role(ROLES, **call, message="Summarize the conversation so far.") == "summary"
+    assert find_role(ROLES, **call, message="Do not: Summarize the conversation.") == ""
 
 
 def _span(call_id: str, parent: str | None = None, **attributes: Any) -> Span:

@@ -8,13 +8,17 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import yaml
+
 from lightning_jax.cli.command import Command, argument, flag
 from lightning_jax.cli.runtime import installed_version
 from lightning_jax.environments.gym import usable_levels
+from lightning_jax.environments.small_files import write_tasks
 from lightning_jax.errors import UserError
 
 STARTER = Path(__file__).parents[1] / "starter"  # has a folder for each template
@@ -26,9 +30,15 @@ TEMPLATES = {
     "langgraph": "a LangGraph agent that checks its reply and asks again",
     "gym": "one question of a reasoning-gym family; `--gym NAME` chooses the family",
     "command": "a program, in any language: reads the task on stdin, prints the reward",
+    "claude-code": "Claude Code on generated file tasks, in a sandbox",
+    "codex": "Codex on the same tasks",
+    "gemini-cli": "Gemini CLI on the same tasks",
+    "opencode": "OpenCode on the same tasks",
+    "qwen-code": "Qwen Code on the same tasks",
 }
 # Packages that a template's agent imports and lightning_jax does not require.
 NEEDED = {"langgraph": ("langgraph", "langchain-openai"), "gym": ("reasoning-gym",)}
+NUM_TASKS = {"train": 60, "dev": 12}  # of a template whose config names a folder of tasks
 
 
 class _ListAction(argparse.Action):
@@ -36,7 +46,7 @@ class _ListAction(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *others: Any) -> None:
         for name, text in TEMPLATES.items():
-            print(f"{name:<10} {text}")
+            print(f"{name:<11} {text}")
         parser.exit()
 
 
@@ -83,16 +93,25 @@ class New(Command):
             config = folder / "config.yaml"
             text = re.sub("family: .*", f"family: {self.gym}", config.read_text())
             config.write_text(re.sub(r"levels: \[.*?\]", f"levels: {levels}", text))
+        settings = yaml.safe_load((folder / "config.yaml").read_text())
+        if settings["data"].get("root") == "tasks":
+            for split, number in NUM_TASKS.items():
+                write_tasks(folder / "tasks" / split, split, number, levels=3, seconds=600.0)
         for path in sorted(folder.iterdir()):
             print(path)
         program = shutil.which("lightning-jax")  # None if the command is not on PATH
         command = "lightning-jax" if program else f"{shlex.quote(sys.executable)} -m lightning_jax"
-        needed = NEEDED.get(template, ())
-        missing = [name for name in needed if installed_version(name) is None]
         print(f"\ncd {shlex.quote(str(folder))}")
-        if missing:
-            print(
-                f"pip install {shlex.join(missing)}   # not installed here; the agent imports them"
-            )
+        for line in _install_lines(template, settings["agent"].get("options", {})):
+            print(line)
         print(f"{command} try     # the agent once: calls, tokens, reward\n{command} train")
         return 0
+
+
+def _install_lines(template: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the commands that install what a template's agent needs and this system lacks."""
+    missing = [name for name in NEEDED.get(template, ()) if installed_version(name) is None]
+    lines = [f"pip install {shlex.join(missing)}"] if missing else []
+    programs = options.get("programs", {})
+    lines += [line for name, line in programs.items() if shutil.which(name) is None]
+    return [f"{line}   # not installed here; the agent needs it" for line in lines]

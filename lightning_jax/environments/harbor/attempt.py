@@ -47,21 +47,22 @@ class TestFailure(Exception):
     __test__ = False  # no test of pytest
 
 
-async def run(
+async def run(  # noqa: PLR0913  (each is a setting)
     task: Task,
     llm: LLM,
     *,
     command: str | list[str],
+    programs: dict[str, str] | None = None,
     sandbox: str = "auto",
     env: list[str] | None = None,
-    agent_timeout_s: float = 120.0,
-    test_timeout_s: float = 60.0,
+    agent_timeout_s: float | int = 120.0,
+    test_timeout_s: float | int = 60.0,
     limits: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """Run a command-line agent on a task, then the task's test script. Return its reward.
 
     `sandbox` is auto, namespaces, processes, or docker, for the command in the task's image.
-
+    `programs` has those that the command starts by themselves, each with the line that installs it.
     The word `{instruction}` of the command stands for the instruction, which is also on standard
     input, in JSON. `env` is as `agent.env`. `limits` has max_processes, memory_mib and disk_mib.
     Time limits of the task apply if they are shorter. The tests run after the agent's time is over,
@@ -69,8 +70,10 @@ async def run(
     """
     folder = Path(task["folder"])
     settings = read_settings(folder)
-    agent_limits = _limits(min(agent_timeout_s, _seconds(settings, "agent", math.inf)), limits)
-    test_limits = _limits(min(test_timeout_s, _seconds(settings, "verifier", 600.0)), limits)
+    agent_limits = _limits(
+        min(float(agent_timeout_s), _seconds(settings, "agent", math.inf)), limits
+    )
+    test_limits = _limits(min(float(test_timeout_s), _seconds(settings, "verifier", 600.0)), limits)
     task_of_agent = {"id": task["id"], "instruction": task["instruction"]}
     if sandbox == "docker":
         names = {entry.partition("=")[0] for entry in env or ()}
@@ -79,7 +82,8 @@ async def run(
         return await _run_in_docker(folder, settings, program, agent_limits, test_limits)
     kind, setup = choose_kind(sandbox), read_setup(folder, settings)
     words, outer = _command(command), inherited(env or ())
-    visible = [_directory_of(word) for word in words if os.path.isfile(word)]
+    paths = [*words, *_find_programs(programs or {})]
+    visible = [_directory_of(path) for path in paths if os.path.isfile(path)]
     visible += [path for path in outer.get("PYTHONPATH", "").split(os.pathsep) if path]
     with open_box(kind, setup.workdir, visible, [task["root"]], setup.variables) as box:
         place_files(folder, setup, box)
@@ -89,6 +93,26 @@ async def run(
         _check_agent(end)
         rewards = await run_tests(folder, box, settings, test_limits)
     return rewards | {"agent_in_time": float(end.exceeded is None)}
+
+
+def check_options(
+    *,
+    command: str | list[str],
+    programs: dict[str, str] | None = None,
+    sandbox: str = "auto",
+    limits: dict[str, int] | None = None,
+    **others: Any,
+) -> None:
+    """Raise UserError if `run` cannot start an agent with these options."""
+    _limits(0.0, limits)
+    _words(command)
+    if sandbox != "docker":  # its image has the programs
+        choose_kind(sandbox)
+        _find_programs(programs or {})
+        _command(command)
+
+
+run.check_options = check_options  # type: ignore[attr-defined]  # before the run
 
 
 class _Program(NamedTuple):
@@ -211,6 +235,17 @@ def _command(command: str | list[str]) -> list[str]:
     return [first, *(os.path.abspath(w) if os.path.isfile(w) else w for w in words[1:])]
 
 
+def _find_programs(programs: Mapping[str, str]) -> list[str]:
+    """Return the paths of programs on the PATH, with those that links lead to."""
+    paths = {name: shutil.which(name) for name in programs}
+    for name, path in paths.items():
+        if path is None:
+            raise UserError.not_installed(
+                name, f"{name} is not installed; run {programs[name]} (agent.options.programs)."
+            )
+    return [other for path in paths.values() if path for other in (path, os.path.realpath(path))]
+
+
 def _words(command: str | list[str]) -> list[str]:
     words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
     if not words:
@@ -223,7 +258,7 @@ def _words(command: str | list[str]) -> list[str]:
 def _directory_of(program: str) -> str:
     """Return the directory of a file, or the environment whose bin has it."""
     parent = Path(program).parent
-    return str(parent.parent if parent.name == "bin" else parent)
+    return str(parent.parent if parent.name in ("bin", ".bin") else parent)  # .bin is npm's
 
 
 def _limits(timeout_s: float, limits: Mapping[str, int] | None) -> BoxLimits:

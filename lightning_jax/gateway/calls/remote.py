@@ -189,7 +189,8 @@ def _too_long(call: ProxiedCall) -> str:
 def _url(request: web.Request, call: ProxiedCall) -> URL:
     """Return the URL of the call on the other server, with the path of its route here.
 
-    The server's URL may end in /v1, as clients' URLs do. The agent can set only a model name in the
+    The server's URL may end in /v1, as OpenAI's clients have it. Gemini's and Ollama's paths begin
+    in its place. The agent can set only a model name in the
     path, and only one that stays within the path. Raise ApiError for other names. Credentials in
     the query are ours and are left out.
     """
@@ -202,9 +203,7 @@ def _url(request: web.Request, call: ProxiedCall) -> URL:
         method = request.match_info["method"]  # the route allows only a few
         path = f"{path.partition('{')[0]}{model}:{method}"
     base = URL(call.route.role.served_by)
-    root = base.raw_path.rstrip("/")
-    if path.startswith("/v1/"):
-        root = root.removesuffix("/v1")
+    root = base.raw_path.rstrip("/").removesuffix("/v1")
     query = [pair for pair in request.query.items() if pair[0].lower() not in CREDENTIALS]
     return base.with_path(root + path, encoded=True).with_query(query)
 
@@ -280,6 +279,7 @@ def remote_routing(roles: Roles, server: RoleConfig) -> Routing:
     def sent_away(role: RoleConfig) -> RoleConfig:
         if role.is_external:
             return role
-        return replace(server, agent=role.agent, model=role.model, system=role.system)
+        patterns = {name: getattr(role, name) for name in ("agent", "model", "system", "message")}
+        return replace(server, **patterns)
 
     return Routing({name: sent_away(role) for name, role in roles.items()}, fallback=server)

@@ -45,9 +45,9 @@ class Routing:
         """Return whether calls have to be inspected to route them."""
         return bool(self.roles or self.policies.named or self.fallback != PLAIN)
 
-    def route(self, *, agent: str, model: str, system: str) -> Route:
+    def route(self, *, agent: str, model: str, system: str, message: str) -> Route:
         """Return the route of a call, given its `read_traits`."""
-        name = find_role(self.roles, agent=agent, model=model, system=system)
+        name = find_role(self.roles, agent=agent, model=model, system=system, message=message)
         role = self.roles.get(name, self.fallback)
         policy = select_policy(self.policies, role, model)
         return Route(agent, model, name, role, policy, is_trained(role, policy))

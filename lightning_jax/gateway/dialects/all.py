@@ -27,6 +27,7 @@ DIALECTS = (
 # Dialects by a field of their requests, for calls that were recorded without one.
 MARKS = {"system": "anthropic", "messages": "chat", "input": "responses", "prompt": "completions"}
 TEXTS = {*MARKS, "contents", "instructions", "systemInstruction", "system_instruction"}
+SYSTEM = ("system", "developer")
 PATH = {"model": "", "method": ""}  # of Gemini's requests, which does not matter here
 
 
@@ -56,25 +57,57 @@ def _read(dialect: Dialect, body: dict[str, Any]) -> PolicyRequest | None:
 
 
 def read_traits(body: Body, path: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the `agent`, `model` and `system` prompt of a call in any dialect."""
+    """Return the `agent`, `model`, `system` prompt and the user's last `message` of a call."""
     model = body.get("model") or path.get("model") or ""
     metadata = body.get("metadata")
     agent = named_agent(str(model), headers, metadata if isinstance(metadata, Mapping) else None)
-    return {"agent": agent, "model": str(model), "system": _system(body)}
+    texts = {"system": _system(body), "message": _last_message(body)}
+    return {"agent": agent, "model": str(model), **texts}
 
 
 def _system(body: Body) -> str:
     """Return the text of the system prompt, wherever the dialect puts it."""
-    parts = [body.get("system"), body.get("instructions"), body.get("systemInstruction")]
+    names = ("system", "instructions", "systemInstruction", "system_instruction")
+    parts = [body.get(name) for name in names]
     for name in ("messages", "input"):
         messages = body.get(name)
         if isinstance(messages, list):
             parts += [
                 message.get("content")
                 for message in messages
-                if isinstance(message, Mapping) and message.get("role") in ("system", "developer")
+                if isinstance(message, Mapping) and message.get("role") in SYSTEM
             ]
     return "\n".join(text for part in parts if (text := _text(part)))
+
+
+def _last_message(body: Body) -> str:
+    """Return the text of the last message if it is the user's, without the results of tools.
+
+    System messages do not count, because some clients append them.
+    """
+    name = next((n for n in ("messages", "input", "contents", "prompt") if body.get(n)), "")
+    messages = body.get(name)
+    if isinstance(messages, str):
+        return messages
+    others = (
+        message
+        for message in reversed(messages if isinstance(messages, list) else ())
+        if isinstance(message, Mapping) and message.get("role") not in SYSTEM
+    )
+    last = next(others, {})
+    # A tool's output in OpenAI's Responses has a type and no role.
+    if last.get("role", "user") != "user" or last.get("type", "message") != "message":
+        return ""
+    content = last.get("content") or last.get("parts")
+    if isinstance(content, list):
+        return "\n".join(text for part in content if (text := _part_text(part)))
+    return _text(content)
+
+
+def _part_text(part: Any) -> str:
+    """Return the text of one part of a message, or "" if it is a tool's result or a picture."""
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else ""
 
 
 def _text(part: Any) -> str:

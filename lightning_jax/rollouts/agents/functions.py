@@ -38,6 +38,7 @@ def load_agent(reference: str, options: Mapping[str, Any] | None = None) -> Agen
 def as_agent(function: Any, options: Mapping[str, Any] | None = None) -> Agent:
     """Return a coroutine function; a plain function is called in a thread.
 
+    If it has an attribute `check_options`, that is called with the options, and may refuse them.
     Raises ConfigError if it cannot be called with a task, an LLM and the options by name.
     """
     if not callable(function):
@@ -57,6 +58,8 @@ def as_agent(function: Any, options: Mapping[str, Any] | None = None) -> Agent:
         ) from error
     except ValueError:  # a builtin may have no signature
         pass
+    if check := getattr(function, "check_options", None):
+        check(**(options or {}))
     if options:
         function = functools.partial(function, **options)
     if inspect.iscoroutinefunction(function):

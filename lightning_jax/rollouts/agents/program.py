@@ -201,7 +201,7 @@ def _starter(config: AgentConfig) -> Callable[..., Awaitable[ProgramEnd]]:
 
 
 def _check_end(end: ProgramEnd, config: AgentConfig) -> None:
-    """Raise an error if the program failed. The message is the last line of its standard error."""
+    """Raise an error if the program failed or exceeded a limit."""
     if end.exceeded is not None:
         value = getattr(config, end.exceeded)
         raise OverLimit(f"the program used more than agent.{end.exceeded}={value}")
@@ -209,8 +209,11 @@ def _check_end(end: ProgramEnd, config: AgentConfig) -> None:
 
 
 def check_status(end: ProgramEnd) -> None:
-    """Raise an error unless the program ended with status 0."""
-    words = last_words(end.errors)
+    """Raise an error unless the program ended with status 0.
+
+    The message is the last line of its standard error, or of its output if that has none.
+    """
+    words = last_words(end.errors if end.errors.strip() else end.output)
     if end.status == TEMPORARY_FAILURE:
         raise TemporaryFailure(words)
     if end.status > 0:
@@ -226,10 +229,10 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def last_words(errors: str) -> str:
-    """Return the last line of a program's standard error."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    return lines[-1][-400:] if lines else "no output on standard error"
+def last_words(text: str) -> str:
+    """Return the last line of what a program wrote."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][-400:] if lines else "it wrote nothing"
 
 
 def _last_line(output: str) -> Any:

@@ -70,7 +70,6 @@ def _turns(
     end = end_of_turn(tokenizer)
     turns = []
     plain = [message.plain for message in conversation.messages]
-    facts = read_traits({"messages": plain}, {}, {})
     for index, message in enumerate(conversation.messages):
         if message.plain["role"] != "assistant":
             continue
@@ -94,6 +93,7 @@ def _turns(
         response = (*tokenizer.encode(text, special=False), end)
         memory.add(plain[index], Generated(prompt, response))
         if message.trains:
+            facts = read_traits({"messages": plain[:index]}, {}, {})
             turns.append((facts | {"agent": message.agent}, (prompt.token_ids, response)))
     return turns
 

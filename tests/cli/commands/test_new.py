@@ -1,13 +1,17 @@
 """Tests of `lightning-jax new` and its templates."""
 
+import json
+import subprocess
 import sys
+import tomllib
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from lightning_jax.cli.commands.new import NEEDED, STARTER, TEMPLATES
+from lightning_jax.cli.commands.new import NEEDED, NUM_TASKS, STARTER, TEMPLATES
 from lightning_jax.cli.main import main
+from lightning_jax.environments import harbor
 from lightning_jax.settings import load_config
 from lightning_jax.testing.tiny import TINY_RUN
 from lightning_jax.traces.store import Store
@@ -22,7 +26,28 @@ SETTINGS = TINY_RUN | {
 }
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+CLIS = {
+    "claude-code": "claude",
+    "codex": "codex",
+    "gemini-cli": "gemini",
+    "opencode": "opencode",
+    "qwen-code": "qwen",
+}
+# Stand-in for a coding agent: one call, then the work of the first two levels.
+CLI = """#!{python}
+import json, os, sys, urllib.request
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+with open("{prompt}") as file:
+    messages = [{{"role": "system", "content": file.read()}}]
+messages.append({{"role": "user", "content": sys.argv[-1]}})
+body = json.dumps({{"messages": messages, "max_tokens": 4}}).encode()
+headers = {{"Authorization": "Bearer " + key, "Content-Type": "application/json"}}
+urllib.request.urlopen(urllib.request.Request(url + "/chat/completions", body, headers)).read()
+assert sys.stdin.read() == ""
+"""
+
+
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in CLIS])
 def test_template_passes_the_check_and_its_rollouts_are_scored(
     template: str,
     tmp_path: Path,
@@ -47,14 +72,72 @@ def test_template_passes_the_check_and_its_rollouts_are_scored(
     assert all(calls)
 
 
+def test_template_of_a_coding_agent_runs_its_command_in_a_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_sigterm: None
+) -> None:
+    folder, programs = tmp_path / "mine", tmp_path / "bin"
+    assert main(["new", str(folder), "--template", "claude-code"]) == 0
+    programs.mkdir()
+    text = CLI.format(python=sys.executable, prompt=folder / "agent/prompt.md")
+    (programs / "claude").write_text(text)
+    (programs / "claude").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.chdir(folder)
+    record = folder / "tried.sqlite"
+    settings = [f"{key}={value}" for key, value in SETTINGS.items() if key != "eval.num_tasks"]
+    assert main(["try", "--record", str(record), *settings]) == 0
+    with closing(Store(record)) as store:
+        (rollout,) = store.rollouts()
+        roles = [span.attributes.get("lightning.role") for span in store.spans(rollout.rollout_id)]
+    assert (rollout.status, rollout.reward) == ("scored", 0.0)
+    assert "agent" in roles and "side" not in roles
+
+
+@pytest.mark.parametrize(("template", "program"), CLIS.items())
+def test_template_of_a_coding_agent_names_what_is_missing(
+    template: str,
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    restored_sigterm: None,
+) -> None:
+    folder = tmp_path / "mine"
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert main(["new", str(folder), "--template", template]) == 0
+    (line,) = load_config(Config, [str(folder / "config.yaml")]).agent.options["programs"].values()
+    assert f"{line}   #" in capsys.readouterr().out
+    for split, number in NUM_TASKS.items():
+        assert len(harbor.read_tasks(folder / "tasks" / split, folder)[0]) == number
+    monkeypatch.chdir(folder)
+    assert main(["config", "check", "config.yaml"]) == 0
+    capsys.readouterr()
+    assert main(["try", "model.name=tiny"]) != 0
+    errors = capsys.readouterr().err.splitlines()
+    assert [text for text in errors if program in text and line in text]
+
+
+@pytest.mark.parametrize("template", CLIS)
+def test_files_of_a_coding_agent_are_well_formed(template: str) -> None:
+    folder = STARTER / template / "agent"
+    subprocess.run(["sh", "-n", folder / "agent.sh"], check=True)
+    for path in folder.glob("*.json"):
+        json.loads(path.read_text())
+    for path in folder.glob("*.toml"):
+        tomllib.loads(path.read_text())
+    roles = load_config(Config, [str(folder.parent / "config.yaml")]).roles
+    prompt = (folder / "prompt.md").read_text()
+    assert prompt.startswith(str(roles["agent"].system))
+    assert [name for name, role in roles.items() if role.trains] == ["agent"]
+    assert next(reversed(roles)) == "side" and roles["side"].fits_all
+
+
 def test_each_template_has_a_folder_and_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    folders = {path.name for path in STARTER.iterdir() if (path / "agent.py").is_file()}
+    folders = {path.name for path in STARTER.iterdir() if (path / "config.yaml").is_file()}
     assert {line.split()[0] for line in lines} == folders == set(TEMPLATES)
-    assert all(
-        len((STARTER / name / "agent.py").read_text().splitlines()) <= 40 for name in folders
-    )
+    assert all(len(path.read_text().splitlines()) <= 40 for path in STARTER.glob("*/agent.py"))
 
 
 def test_partial_rewards_of_templates_stay_small() -> None:

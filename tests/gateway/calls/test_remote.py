@@ -29,11 +29,12 @@ def test_calls_of_the_policy_go_to_the_server_and_others_stay() -> None:
         "judge": RoleConfig(model="far*", trains=False, served_by="http://other/v1"),
         "writer": RoleConfig(agent="writer", policy="a"),
         "checker": RoleConfig(agent="checker", trains=False, served_by="initial"),
+        "summary": RoleConfig(message="^Summarize", trains=False),
     }
     routing = remote_routing(roles, remote_role(URL, "k", "big"))
     served = {}
     for agent, model in (("judge", "far"), ("writer", ""), ("checker", ""), ("", "policy")):
-        route = routing.route(agent=agent, model=model, system="")
+        route = routing.route(agent=agent, model=model, system="", message="")
         served[route.role_name] = (route.role.served_by, route.role.served_model, route.trains)
     ours = (URL, "big", False)
     assert served == {

@@ -117,12 +117,16 @@ async def test_another_server_answers_and_the_call_is_recorded(
             assert len(transitions) == 1 and reasons == {"served_elsewhere": 1}
 
 
-async def test_geminis_clients_name_model_and_key_in_the_url(make_bench: MakeBench) -> None:
+@pytest.mark.parametrize("ending", ["", "/v1", "/v1/"])
+async def test_geminis_clients_name_model_and_key_in_the_url(
+    make_bench: MakeBench, ending: str
+) -> None:
     """Gemini's clients put our model name and key in the URL; the other server gets its own
     instead.
     """
     async with _upstream() as (url, asked):
-        roles = _far(url.removesuffix("/v1"), served_model="big", api_key="its-key")
+        served_by = url.removesuffix("/v1") + ending
+        roles = _far(served_by, served_model="big", api_key="its-key")
         async with make_bench(roles=roles) as bench:
             body = {"contents": [{"parts": [{"text": "hi"}]}]}
             path = "/v1beta/models/far-judge:generateContent?key=right-key&alt=json"

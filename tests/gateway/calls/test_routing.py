@@ -173,10 +173,34 @@ async def test_an_adapter_that_is_not_there_is_refused(bench: Bench) -> None:
         ({"system": TEXT, "messages": [{"role": "user", "content": "x"}]}, "b"),
         ({"instructions": "a", "input": [{"role": "system", "content": "b"}]}, "a\nb"),
         ({"systemInstruction": {"parts": [{"text": "a"}, {"text": "b"}]}}, "a\nb"),
+        ({"system_instruction": {"parts": [{"text": "a"}]}}, "a"),
         ({"messages": "odd", "system": 3}, ""),
     ],
 )
 def test_system_prompt_is_found_in_every_dialect(body: dict[str, Any], system: str) -> None:
     traits = read_traits(body | {"model": "policy:w"}, {}, {})
-    assert traits == {"agent": "w", "model": "policy:w", "system": system}
+    assert (traits["agent"], traits["model"], traits["system"]) == ("w", "policy:w", system)
     assert read_traits({}, {"model": "m"}, {"x-agent-name": "a"})["agent"] == "a"
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "ignore"}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}, "a"),
+        ({"messages": [{"role": "user", "content": [RESULT, *TEXT]}]}, "b"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}, ""),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, ""),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, "a"),
+        ({"input": [{"type": "function_call_output", "output": "a", "content": "a"}]}, ""),
+        ({"input": "a"}, "a"),
+        ({"contents": [{"parts": [{"text": "a"}, {"functionResponse": {"name": "b"}}]}]}, "a"),
+        ({"prompt": "a"}, "a"),
+        ({"messages": "odd"}, "odd"),
+        ({"messages": [3, None], "contents": 4}, ""),
+    ],
+)
+def test_last_message_is_read_in_every_dialect(body: dict[str, Any], message: str) -> None:
+    assert read_traits(body, {}, {})["message"] == message

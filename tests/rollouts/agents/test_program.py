@@ -185,6 +185,7 @@ async def test_a_slow_reward_holds_up_no_other(tmp_path: Path) -> None:
     [
         ("sleep 60", "deadline", "0.3 s"),
         ("echo a >&2; echo last word >&2; exit 3", "ExitStatus", "3: last word"),
+        ("echo why; exit 3", "ExitStatus", "3: why"),
         ("exit 4", "ExitStatus", "4"),
         ("kill -SEGV $$", "KilledBySignal", "SIGSEGV"),
         ("printf '\\377\\376' >&2; exit 1", "ExitStatus", "1: \ufffd\ufffd"),

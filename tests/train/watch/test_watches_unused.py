@@ -69,6 +69,19 @@ def test_each_name_is_reported_once(store: Store, caplog: pytest.LogCaptureFixtu
     assert "(3,)" in texts["polite"]
 
 
+def test_frozen_roles_may_match_nothing_where_another_takes_the_rest(store: Store) -> None:
+    rollouts = [Rollout("r0", "t", "g", "train", 0, 0, 1, "scored", 1.0)]
+    roles = {
+        "title": RoleConfig(system="^Write a title", trains=False),
+        "planner": RoleConfig(agent="planner"),
+    }
+    rest = {"side": RoleConfig(model="*", trains=False)}
+    for settings, unused in ((roles, ["title"]), (roles | rest, [])):
+        reader = TraceReader(roles=settings)
+        _, metrics = to_trajectories(store, rollouts, policy_version=0, reader=reader)
+        assert unused_names([metrics]) == [("role", name) for name in unused]
+
+
 def test_the_summary_names_what_matched_in_no_step() -> None:
     steps = [
         {
