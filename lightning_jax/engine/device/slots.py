@@ -104,10 +104,10 @@ class SlotPrograms:
         segments = (serve.max_len,) if whole else segment_lengths(serve.max_len)
         self.capacities = tuple(itertools.accumulate(segments))
         self.slot_counts = _slot_counts(serve.slots, fewest=8 if self._platform == "tpu" else 1)
-        self._dtype = jnp.dtype(dtype)
-        self.compiler_options = _compiler_options(self._dtype) if on_one_cpu else None
+        self.dtype = jnp.dtype(dtype)  # of weights and cache
+        self.compiler_options = _compiler_options(self.dtype) if on_one_cpu else None
         self._jit = partial(jax.jit, compiler_options=self.compiler_options)
-        self.pages = PageCopier(config.shape, serve, self._dtype, self._cache, self._jit)
+        self.pages = PageCopier(config.shape, serve, self.dtype, self._cache, self._jit)
         self._compile_later()
 
     @property
@@ -123,7 +123,7 @@ class SlotPrograms:
             config=self.config,
             slots=self.num_slots,
             length=row_length(self.max_len, self._platform),
-            dtype=self._dtype,
+            dtype=self.dtype,
             platform=self._platform,
         )
         prefill = partial(programs.prefill, config=self.config)
@@ -185,7 +185,7 @@ class SlotPrograms:
         if isinstance(params, ServingCopy):
             served = take_copy(params, self._targets(params.params))
         else:
-            served = reshard(params, self._targets(params), self._dtype)
+            served = reshard(params, self._targets(params), self.dtype)
         turned = self.config.execution.turned
         return jax.block_until_ready(turn_kernels(served)) if turned else served
 
@@ -199,7 +199,7 @@ class SlotPrograms:
             return params
         frozen = frozen_part(params) if share_base else None
         shared = () if frozen is None else flatten(frozen)
-        return prepare_copy(params, self._targets(params), self._dtype, shared=shared)
+        return prepare_copy(params, self._targets(params), self.dtype, shared=shared)
 
     def _targets(self, params: Params) -> Any:
         if self.mesh is None:

@@ -15,7 +15,7 @@ from aiohttp import web
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http.server import local_url
 from lightning_jax.gateway.sessions.open_rollouts import ReadActivity
-from lightning_jax.models.config import AUTO
+from lightning_jax.models.config import AUTO, RematKind
 from lightning_jax.models.formats.load import LoadedModel, load_configured
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.precision import resolve_dtype
@@ -45,7 +45,7 @@ from lightning_jax.train.memory import plan
 from lightning_jax.train.prompts.chosen import forget_chosen, present_prompts, read_chosen
 from lightning_jax.train.prompts.search import PromptSearch, check_search
 from lightning_jax.train.sinks import check_sinks
-from lightning_jax.train.state.multihost import Leader
+from lightning_jax.train.state.multihost import Leader, agree_on_remat
 from lightning_jax.train.state.replica import Replica
 from lightning_jax.train.state.resume import digests, find_changes, resume
 from lightning_jax.train.tasks.hints import Hints, TeacherWeights, make_hints
@@ -109,12 +109,13 @@ async def open_run(
         config = with_dtypes(config)
         sources = digests(config, train_tasks, dev_tasks, agent)
         changed = find_changes(directory, changed_keys(directory / SETTINGS, config), sources)
-        model = _model_that_fits(config)
+        model, remat = _model_that_fits(config)
         store = at_end.enter_context(closing(Store(directory / STORE)))
         pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks, stored)
         hints = make_hints(config.distill.hint, model.tokenizer, train_tasks)
         serve = prepare_serving(config, model, store)
-        replica = Replica(replace(config, algorithm=algorithm), model)
+        # The settings that are saved keep `auto`.
+        replica = Replica(plan.with_remat(replace(config, algorithm=algorithm), remat), model)
         at_end.callback(replica.close)
         leader = Leader(replica)
         at_end.callback(leader.stop_followers)
@@ -273,8 +274,11 @@ def load_trainable(config: Config) -> LoadedModel:
     return adapted(model, config.model.lora, config.seed, config.policy_table.num_adapters)
 
 
-def _model_that_fits(config: Config) -> LoadedModel:
-    """Load the model. Raises ConfigError if the run would not fit in a device's memory."""
+def _model_that_fits(config: Config) -> tuple[LoadedModel, RematKind]:
+    """Load the model, and choose what updates recompute, for all processes.
+
+    Raises ConfigError if the run would not fit in a device's memory.
+    """
     model = load_trainable(config)
     capacity, limit = plan.device_capacity(), plan.process_limit()
     planned = plan.make_plan(model.config, config, capacity, limit=limit)
@@ -283,7 +287,7 @@ def _model_that_fits(config: Config) -> LoadedModel:
         words = (f"{k}" + " (frozen)" * (not v.trains) for k, v in config.policies.items())
         log.info("policies: %s", ", ".join(words))
     plan.check_plan(planned)
-    return model
+    return model, agree_on_remat(planned.remat)
 
 
 def _check_settings(config: Config) -> None:
