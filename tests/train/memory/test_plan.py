@@ -348,6 +348,19 @@ def test_the_plan_recomputes_as_little_as_fits() -> None:
     assert given.remat == "mlp" and given.larger == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"), [("true", "full"), ("false", "none"), ("mlp", "mlp"), ("none", "none")]
+)
+def test_configs_of_older_runs_load(tmp_path: Path, text: str, kind: RematKind) -> None:
+    """Before 0.2, `model.remat` was true or false."""
+    (tmp_path / "config.yaml").write_text(f"model:\n  remat: {text}\n")
+    assert load_config(Config, [str(tmp_path / "config.yaml")]).model.remat == kind
+    assert load_config(Config, [f"model.remat={text}"]).model.remat == kind
+    assert Config().model.remat == "auto"
+    with raises_coded(ConfigError, "unknown", "model.remat"):
+        load_config(Config, ["model.remat=half"])
+
+
 def test_the_command_compiles_and_compares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
