@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rows", type=int, help="of a microbatch")
     parser.add_argument("--row-len", type=int, help="nodes of a row")
-    parser.add_argument("--remat", action="store_true", help="compute layers twice, keep less")
+    parser.add_argument("--remat", default="none", help="as model.remat: compute again, keep less")
 
 
 if __name__ == "__main__":

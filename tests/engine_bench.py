@@ -87,9 +87,9 @@ def greedy(max_tokens: int = 10, **settings) -> SamplingParams:
 def with_pages(engine: SlotPrograms, num_pages: int) -> SlotPrograms:
     """Return the same compiled engine with another page pool."""
     other = copy.copy(engine)
-    mib = num_pages * page_bytes(engine.config.shape, engine._dtype) / 2**20
+    mib = num_pages * page_bytes(engine.config.shape, engine.dtype) / 2**20
     serve = replace(SERVE, prefix_cache_mib=mib)
-    other.pages = PageCopier(engine.config.shape, serve, engine._dtype, engine._cache)
+    other.pages = PageCopier(engine.config.shape, serve, engine.dtype, engine._cache)
     assert other.pages.num_pages == num_pages
     return other
 

@@ -19,7 +19,8 @@ REASONS = yaml.safe_load((PACKAGE / "rollouts/reasons.yaml").read_text())
 METRIC = re.compile(r"(eval|rollout|train|serve|time)/[a-z][a-z0-9_]*")
 # Gauges and totals of the server, which a row of metrics does not have, and prefixes.
 NOT_IN_ROWS = re.compile(
-    r"serve/(running|queue_depth|open|compiling|prefix_cache_\w+|prefill_tokens|prefix_hit_tokens)"
+    r"serve/(running|queue_depth|open|compiling|prefix_cache_\w+|prefill_tokens|prefix_hit_tokens"
+    r"|decode_s|decode_bound_s)"
     r"|train/correction|\w+/\w+_"
 )
 

@@ -313,12 +313,13 @@ def memory_bound_ms(config: Any, rows: int, context: int, rate: float) -> float:
     """Return the time to read all bfloat16 weights and the used cache of `rows` once."""
     import jax
 
-    from lightning_jax.models.transformer import param_shapes
+    from lightning_jax.models.config import MeshConfig
+    from lightning_jax.models.memory import decode_bytes
+    from lightning_jax.models.mesh import make_mesh
 
-    num_weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
-    shape = config.shape
-    num_cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * rows * context
-    return 1e3 * 2 * (num_weights + num_cached) / rate
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    of_weights, of_token = decode_bytes(config, mesh, "bfloat16")
+    return 1e3 * (of_weights + of_token * rows * context) / rate
 
 
 def gpu_rate(rates: dict[str, float]) -> float:

@@ -16,53 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from window.cases import Case, Figure, Setting, failed
-from window.engine import attempt, gpu_rate, trace_figures
+from window.engine import attempt, trace_figures
 from window.shapes import shape_of
-
-PEAKS = {"H100": 990e12, "H200": 990e12}  # FLOP/s in bfloat16, dense
-
-
-@dataclass(frozen=True)
-class Work:
-    """Size of a microbatch, without padding."""
-
-    tokens: int  # nodes of the forest
-    pairs: int  # of a query and a key that it sees
-    targets: int  # pairs of a node and a token, for which the LM head runs
-
-
-def flops_of(config: Any, work: Work) -> float:
-    """Return the floating-point operations of a microbatch's gradient, without recomputation.
-
-    Each weight of a layer costs 6 per token, and 4 if it is frozen beside adapters: forward, and
-    the gradients of its input and of itself. A pair costs 12 per head and dimension in each layer:
-    two products forward, four backward. The head costs 6 or 4 per weight and target.
-    """
-    shape, lora = config.shape, config.execution.lora
-    heads = shape.num_heads * shape.head_dim
-    kv_heads = shape.num_kv_heads * shape.head_dim
-    sizes = {
-        "q": (shape.embed_dim, heads),
-        "k": (shape.embed_dim, kv_heads),
-        "v": (shape.embed_dim, kv_heads),
-        "o": (heads, shape.embed_dim),
-        "gate": (shape.embed_dim, shape.mlp_dim),
-        "up": (shape.embed_dim, shape.mlp_dim),
-        "down": (shape.mlp_dim, shape.embed_dim),
-    }
-    frozen = 6 if lora is None else 4
-    layer = frozen * sum(rows * columns for rows, columns in sizes.values())
-    if lora is not None:
-        layer += 6 * lora.rank * sum(sum(sizes[name]) for name in lora.targets)
-    attention = 12 * work.pairs * heads
-    head = frozen * work.targets * shape.vocab_size * shape.embed_dim
-    return shape.num_layers * (layer * work.tokens + attention) + head
-
-
-def mfu(config: Any, work: Work, seconds: float, peak: float) -> float:
-    """Return the share of the peak FLOP/s that the gradient's operations need."""
-    return flops_of(config, work) / seconds / peak
-
 
 # Microbatches.
 
@@ -100,20 +55,6 @@ def sequences_of(
     return sequences
 
 
-def work_of(batches: Sequence[Any]) -> Work:
-    """Return the size of microbatches on the host, as `make_batches` returns them."""
-    tokens = pairs = targets = 0
-    for batch in batches:
-        for row, ends in enumerate(batch.ends):
-            # A padding node is a tree of its own at position 0; a prompt's root has descendants.
-            seen = ends - range(len(ends))
-            is_used = (batch.positions[row] > 0) | (seen > 1)
-            tokens += int(is_used.sum())
-            pairs += int(seen[is_used].sum())
-        targets += int((batch.distinct.ids >= 0).sum())
-    return Work(tokens, pairs, targets)
-
-
 @dataclass
 class Update:
     """State of an updater and one microbatch on the device."""
@@ -122,7 +63,7 @@ class Update:
     updater: Any
     state: Any
     bundles: list[tuple[Any, Any]]
-    work: Work
+    work: Any  # its size (`rl/update/flops.py`)
     sums: Any = None  # accumulators of the gradient and of the metrics, donated by each call
 
     def gradient(self) -> None:
@@ -153,14 +94,14 @@ class Update:
         self.bundles, self.work = _place(self.updater, sequences)
 
 
-def _place(updater: Any, sequences: Sequence[Any]) -> tuple[list[tuple[Any, Any]], Work]:
-    from lightning_jax.models.mesh import batch_sharding
-    from lightning_jax.models.sharding import put_on_mesh
+def _place(updater: Any, sequences: Sequence[Any]) -> tuple[list[tuple[Any, Any]], Any]:
     from lightning_jax.rl.batches.batching import make_batches
-    from lightning_jax.rl.batches.microbatches import bundles
+    from lightning_jax.rl.batches.microbatches import bundles, place_batches
+    from lightning_jax.rl.update.flops import work_of
 
     batches, _ = make_batches(sequences, updater.batch)
-    return bundles(put_on_mesh(batches, batch_sharding(updater.mesh))), work_of(batches)
+    on_device = place_batches(batches, updater.batch, updater.mesh)
+    return bundles(on_device), work_of(batches)
 
 
 @dataclass(frozen=True)
@@ -172,7 +113,7 @@ class Shape:
     row_len: int = 4096
     targets: int = 2048
     head_chunk: int = 256
-    remat: bool = True
+    remat: Any = "full"  # RematKind
     rank: int = 0  # of adapters; 0: all weights are trained
 
     def tiny(self) -> "Shape":
@@ -243,16 +184,22 @@ def _gradient_figures(
     update: Update, repeats: int, what: str, predicted: tuple[str, str]
 ) -> Iterator[Figure]:
     """Yield time and MFU of the loaded microbatch. `predicted` has both."""
+    import jax
+
+    from lightning_jax.rl.update.flops import gradient_flops
+    from lightning_jax.system.accelerators import find_accelerator
+
     seconds, work = median_s(update.gradient, repeats), update.work
     note = f"{work.tokens} nodes, {work.targets} targets, median of {repeats}"
     yield Figure(f"microbatch{what}", 1e3 * seconds, "ms", predicted[0], note)
     yield Figure(f"nodes per second{what}", work.tokens / seconds, "tokens/s", "")
-    peak = gpu_rate(PEAKS)
-    if math.isnan(peak):
+    accelerator = find_accelerator(jax.devices()[0].device_kind)
+    if accelerator is None:
         yield failed(f"MFU{what}", "%", "no peak rate for this device")
         return
-    share = 100 * mfu(update.config, work, seconds, peak)
-    yield Figure(f"MFU{what}", share, "%", predicted[1], f"of {peak / 1e12:g} TFLOP/s")
+    share = 100 * gradient_flops(update.config, work) / seconds / accelerator.flops
+    note = f"of {accelerator.flops / 1e12:g} TFLOP/s"
+    yield Figure(f"MFU{what}", share, "%", predicted[1], note)
 
 
 @dataclass(frozen=True)
@@ -295,7 +242,7 @@ def _update_case(shape: Shape, predicted: Predicted, setting: Setting) -> Iterat
 def _without_remat(setting: Setting) -> Iterator[Figure]:
     repeats = 5 if setting.is_tiny else 10
     for rows, time_ms, memory in ((1, "125", "46"), (2, "250", "57")):
-        shape = Shape("1.5b", rows, remat=False)
+        shape = Shape("1.5b", rows, remat="none")
         if setting.is_tiny:
             shape = shape.tiny()
 
@@ -318,6 +265,7 @@ def _attention_inputs(shape: Shape, heads: tuple[int, int, int], branches: int) 
 
     from lightning_jax.rl.batches.batching import make_batches
     from lightning_jax.rl.config import BatchConfig
+    from lightning_jax.rl.update.flops import work_of
 
     sizes = BatchConfig(shape.rows, shape.row_len, shape.targets, shape.head_chunk)
     (batch,), _ = make_batches(shape.sequences(branches), sizes)
@@ -420,7 +368,7 @@ def relative_error(actual: Any, expected: Any) -> float:
 def _rounding(setting: Setting) -> Iterator[Figure]:
     import jax
 
-    shape = Shape("135m", 1, row_len=512, targets=256, head_chunk=128, remat=False)
+    shape = Shape("135m", 1, row_len=512, targets=256, head_chunk=128, remat="none")
     if setting.is_tiny:
         shape = shape.tiny()
     try:
@@ -494,7 +442,7 @@ CASES = (
         "update_0_5b_lora",
         1.5,
         "gradient and optimizer of adapters of rank 32 on 0.5B, 8 rows of 1,024 nodes",
-        Shape("0.5b", 8, row_len=1024, targets=512, remat=False, rank=32),
+        Shape("0.5b", 8, row_len=1024, targets=512, remat="none", rank=32),
         Predicted("60", "25", "20", "2"),
     ),
     Case("attention", 1.0, "attention of 4 rows of 4,096 nodes, ours and tokamax's", _attention),

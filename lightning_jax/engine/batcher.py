@@ -67,6 +67,7 @@ class Batcher:
         self, submitted: Sequence[Request], cancelled: Sequence[Request | None]
     ) -> list[ChunkDelivery]:
         """Take in requests, decode one step, and return the results."""
+        started = time.monotonic()
         for request in submitted:
             self._scheduler.enqueue(request, request.tenant, request.call)
         for request in cancelled:
@@ -76,7 +77,8 @@ class Batcher:
             if not request.finished:
                 self._prompts.hold(request)
         self._begin()
-        self._decode_once()
+        if self._decode_once():
+            self._stepper.count_time(time.monotonic() - started)
         deliveries, self._outgoing = self._outgoing, []
         return deliveries
 
@@ -110,8 +112,10 @@ class Batcher:
             if adjuster:
                 self._try(admission.request, lambda begin=adjuster.begin: begin(self._grammars))
 
-    def _decode_once(self) -> None:
+    def _decode_once(self) -> bool:
         """Start one or more steps, then hand out the tokens of the previous ones, which are ready.
+
+        Return False if there were none.
 
         So the device never waits for the host. A request that has just ended runs once more in
         vain. A sequential request, such as one with a grammar, needs its last token first. It is
@@ -129,6 +133,7 @@ class Batcher:
             self._take_masks(lambda: time.monotonic() >= end)
             before = self._dispatch()
         self._hand_out(before)
+        return bool(before or self._ahead)
 
     def _take_masks(self, is_over: Callable[[], bool]) -> None:
         """Take the masks of requests that may join the next step, until `is_over` returns True."""

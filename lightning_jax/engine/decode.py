@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import Int
 
 from lightning_jax.engine.device.programs import DecodeState
 from lightning_jax.engine.device.radix import Node
@@ -15,8 +17,15 @@ from lightning_jax.engine.logits import LogitAdjuster
 from lightning_jax.engine.response import Response, SampledToken
 from lightning_jax.engine.sampling import Adjustment, Sampled
 from lightning_jax.engine.types import SamplingParams, TopLogprobs
+from lightning_jax.models.config import MeshConfig
+from lightning_jax.models.memory import decode_bytes
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.system.accelerators import find_accelerator
 
 _COUNTERS = ("steps", "adjusted_steps", "tokens_generated", "tokens_past_end")
+# Seconds of turns that decode, and of them those that reading memory takes at least. Counted on
+# accelerators of known bandwidth.
+_TIMES = ("decode_s", "decode_bound_s")
 
 
 @dataclass(eq=False)  # compare by identity
@@ -66,13 +75,40 @@ class Steps:
         return self.sampled.is_ready()
 
 
+@dataclass(frozen=True)
+class ReadBound:
+    """Least time of a decode step: that in which a device reads what the step needs."""
+
+    step_s: float  # to read the weights
+    token_s: float  # to read the keys and values of one token
+
+    @classmethod
+    def of(cls, programs: SlotPrograms) -> "ReadBound | None":
+        """Return the bound of a model's programs, or None if the devices' bandwidth is unknown."""
+        devices = sorted(programs.devices, key=lambda device: device.id)
+        accelerator = find_accelerator(devices[0].device_kind)
+        if accelerator is None:
+            return None
+        mesh = programs.mesh or make_mesh(MeshConfig(fsdp=1), devices)
+        numbers = decode_bytes(programs.config, mesh, programs.dtype)
+        return cls(*(number / accelerator.bandwidth for number in numbers))
+
+    def seconds(self, contexts: Int[np.ndarray, " R"], steps: int) -> float:
+        """Return the bound of some steps of rows that begin with contexts of these lengths."""
+        longer = len(contexts) * steps * (steps - 1) // 2  # each step adds a token to each row
+        return steps * self.step_s + (steps * int(contexts.sum()) + longer) * self.token_s
+
+
 class Stepper:
     """Runner that starts decode steps and reads their tokens. The caller holds the decode state."""
 
     def __init__(self, programs: SlotPrograms) -> None:
         self._programs = programs
         self._table = SlotTable(programs.num_slots)
-        self.counts = dict.fromkeys(_COUNTERS, 0)
+        self._bound = ReadBound.of(programs)
+        self.counts: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
+        if self._bound:
+            self.counts |= dict.fromkeys(_TIMES, 0.0)
 
     def begin(self, request: Request, slot: int) -> None:
         """Register a request whose slot's row holds its prompt but for the last token."""
@@ -97,6 +133,9 @@ class Stepper:
         is_single = adjustment is not None or any(r.is_sequential for r in running.values())
         most = self._programs.steps_per_dispatch
         number = 1 if is_single or number < most else most
+        if self._bound:
+            contexts = self._table.positions(list(requests)) + 1
+            self.counts["decode_bound_s"] += self._bound.seconds(contexts, number)
         state, sampled = self._programs.generate(
             params,
             state,
@@ -112,6 +151,11 @@ class Stepper:
         self.counts["steps"] += number
         self.counts["adjusted_steps"] += adjustment is not None
         return state, Steps(requests, sampled, version, number)
+
+    def count_time(self, seconds: float) -> None:
+        """Count the time of a turn that decoded."""
+        if self._bound:
+            self.counts["decode_s"] += seconds
 
     def read(self, steps: Steps) -> Iterator[tuple[Request, SampledToken]]:
         """Yield the tokens in the order they were sampled. Waits for the device.

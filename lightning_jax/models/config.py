@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, get_args
+
+from pydantic import BeforeValidator
 
 from lightning_jax.models.template_limits import check_kwargs
 from lightning_jax.settings.schema import (
@@ -15,8 +17,16 @@ from lightning_jax.settings.schema import (
     section,
 )
 
-AUTO = "auto"  # dtype: the fastest one on the devices here
+AUTO: Final = "auto"  # dtype: the fastest one on the devices here; remat: what their memory allows
+# What a backward pass recomputes (transformer.py), from least to most.
+RematKind = Literal["none", "mlp", "attention", "full"]
+REMAT_KINDS: tuple[RematKind, ...] = get_args(RematKind)
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")  # in each layer of a model
+# Until 0.2 it was true or false.
+Remat = Annotated[
+    Literal["auto", "none", "mlp", "attention", "full"],
+    BeforeValidator(lambda kind: ("none", "full")[kind] if isinstance(kind, bool) else kind),
+]
 Targets = Annotated[
     tuple[str, ...],
     expect(
@@ -54,8 +64,11 @@ class ModelConfig(Section):
     activation_dtype: Literal["float32"] | None = None
     """None: same as `dtype`. float32 with bfloat16 weights: activations are rounded only for
     products with weights and in the KV cache. On a CPU this is as fast as pure bfloat16."""
-    remat: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    remat: Remat = "auto"
+    """Activations of a layer that the backward pass recomputes to save memory. none: none of them.
+    mlp: all but queries, keys, values, attention's output and the gate and up products. attention:
+    all but attention's output. full: all, which takes a third more time. auto: the first of these
+    with which the memory plan fits."""
     chat_template: PathOrName | None = None
     """File with a Jinja template to use instead of the model's own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from lightning_jax.models.attention.kv_cache import init_cache
+from lightning_jax.models.config import RematKind
 from lightning_jax.models.lora import frozen_part, pick, trained_part
 from lightning_jax.models.mesh import MESH_AXES, platform_of
 from lightning_jax.models.reshard import layout, lies_at
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.sharding import param_shardings
-from lightning_jax.models.transformer import param_shapes
+from lightning_jax.models.transformer import KEPT, param_shapes
 
 
 def weight_bytes(
@@ -79,11 +80,11 @@ def copy_bytes(model: DecoderConfig, training: Mesh, engine: Mesh, dtype: Any) -
     return number * jnp.dtype(dtype).itemsize
 
 
-def used_weight_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: Any) -> int:
+def used_weight_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dtype: Any) -> int:
     """Return the bytes of the copy in the computation's dtype and of its gathered part."""
     dtype = jnp.dtype(dtype)
     # With `remat` a CPU stacks the layers. Otherwise frozen weights are used in place.
-    if remat and mesh.devices.flat[0].platform == "cpu":
+    if remat != "none" and mesh.devices.flat[0].platform == "cpu":
         copy = weight_bytes(model, mesh, dtype)
     else:
         copy = 0 if dtype == jnp.float32 else weight_bytes(model, mesh, dtype, trained_part)
@@ -98,24 +99,29 @@ def used_weight_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: A
     outside = numbers * dtype.itemsize * (1 if shape.tie_embeddings else 2)
     # The gradients of gathered weights are also whole until they are reduced.
     at_once = outside + (whole - outside) // shape.num_layers
-    return copy + (2 * at_once if remat else whole + at_once)
+    return copy + (whole + at_once if remat == "none" else 2 * at_once)
 
 
-def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: bool, dtype: Any) -> int:
+def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dtype: Any) -> int:
     """Return the activation bytes of one token.
 
     A layer keeps its input, two normed inputs, queries, keys, values, the attention output and
-    three arrays of the MLP. With `remat` only one layer at a time does so.
+    three arrays of the MLP. With `remat` only one layer at a time does so. The others keep their
+    input and what `transformer.KEPT` names, of which the log-sums are float32.
     """
     shape = model.shape
     heads = shape.num_heads * shape.head_dim // _split("heads", shape.num_heads, mesh)
     keys = shape.num_kv_heads * shape.head_dim // _split("kv_heads", shape.num_kv_heads, mesh)
     mlp = shape.mlp_dim // _split("mlp", shape.mlp_dim, mesh)
     layer = 4 * shape.embed_dim + 3 * heads + 3 * keys + 3 * mlp
-    numbers = (
-        shape.num_layers * shape.embed_dim + 2 * layer if remat else (shape.num_layers + 1) * layer
-    )
-    return numbers * jnp.dtype(dtype).itemsize
+    size = jnp.dtype(dtype).itemsize
+    if remat == "none":
+        return (shape.num_layers + 1) * layer * size
+    sizes = {"attention_out": heads, "q": heads, "k": keys, "v": keys, "gate": mlp, "up": mlp}
+    num_bytes = {name: numbers * size for name, numbers in sizes.items()}
+    num_bytes["attention_log_sums"] = 4 * heads // shape.head_dim
+    kept = shape.embed_dim * size + sum(num_bytes[name] for name in KEPT[remat])
+    return shape.num_layers * kept + 2 * layer * size
 
 
 def logit_bytes(model: DecoderConfig, mesh: Mesh) -> int:
@@ -132,6 +138,22 @@ def cache_bytes(
     cache = jax.eval_shape(lambda: init_cache(model.shape, rows, length, dtype, platform))
     sizes = (math.prod(sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(cache))
     return sum(sizes) * jnp.dtype(dtype).itemsize
+
+
+def decode_bytes(model: DecoderConfig, mesh: Mesh, dtype: Any) -> tuple[int, int]:
+    """Return what one device reads in a decode step: (bytes of weights, bytes per cached token).
+
+    Each row of the step reads all tokens of its context. If the head has weights of its own, a step
+    reads so little of the embeddings that they are left out.
+    """
+
+    def read(tree: Any) -> Any:
+        tied = model.shape.tie_embeddings
+        return tree if tied else {key: leaf for key, leaf in tree.items() if key != "embed"}
+
+    numbers = 2 * model.shape.num_layers * model.shape.num_kv_heads * model.shape.head_dim
+    token = numbers // _split("kv_heads", model.shape.num_kv_heads, mesh)
+    return weight_bytes(model, mesh, dtype, read), token * jnp.dtype(dtype).itemsize
 
 
 def _split(axis: str, size: int, mesh: Mesh) -> int:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from lightning_jax.errors import InvalidValue
@@ -35,7 +36,7 @@ from lightning_jax.models.attention.kv_cache import (
     attend_cache,
     write_cache,
 )
-from lightning_jax.models.config import LoraConfig
+from lightning_jax.models.config import LoraConfig, RematKind
 from lightning_jax.models.layer_stack import layer_of
 from lightning_jax.models.matmul import matmul, matmul_turned, product
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
@@ -43,6 +44,13 @@ from lightning_jax.models.shape import DecoderConfig, DecoderShape
 Hidden = Float[Array, "B T E"]
 Table = Float[Array, "V E"]
 Params = dict[str, Any]
+# Results of a layer, beside its input, that are kept for its backward pass. Each kind of `remat`
+# saves memory of the one before. q, k and v are named before rotary positions and norms.
+KEPT: dict[RematKind, tuple[str, ...]] = {
+    "mlp": (*attention.RESULTS, "q", "k", "v", "gate", "up"),
+    "attention": attention.RESULTS,
+    "full": (),
+}
 Gather = Callable[[Params], Params]  # gathers all weights, or those of one layer, for use
 
 
@@ -130,7 +138,10 @@ class Layer(nn.Module):
         mixed = mixed.reshape(*mixed.shape[:2], shape.num_heads * shape.head_dim)
         x = x + self._linear("o", shape.embed_dim)(mixed, adapters)
         h = RMSNorm(shape.norm_eps, name="mlp_norm")(x)
-        gate, up = (self._linear(name, shape.mlp_dim)(h, adapters) for name in ("gate", "up"))
+        gate, up = (
+            checkpoint_name(self._linear(name, shape.mlp_dim)(h, adapters), name)
+            for name in ("gate", "up")
+        )
         return x + self._linear("down", shape.embed_dim)(nn.silu(gate) * up, adapters), cached
 
     def _linear(self, name: str, features: int, *, bias: bool = False) -> Linear:
@@ -148,7 +159,7 @@ class Layer(nn.Module):
         parts = {}
         for name, heads in heads_of.items():
             linear = self._linear(name, heads * shape.head_dim, bias=shape.qkv_bias)
-            flat = linear(h, inputs.adapters)
+            flat = checkpoint_name(linear(h, inputs.adapters), name)
             parts[name] = flat.reshape(*flat.shape[:2], heads, shape.head_dim)
         if shape.qk_norm:
             parts["q"] = RMSNorm(shape.norm_eps, name="q_norm")(parts["q"])
@@ -175,9 +186,10 @@ def _forward_recomputing(
     config: DecoderConfig,
     tokens: Int[Array, "B T"],
     inputs: LayerInputs,
+    remat: RematKind,
     gather: Gather,
 ) -> Hidden:
-    """Run `forward` without a cache, keeping only each layer's input for the backward pass.
+    """Run `forward` without a cache, keeping each layer's input and what `KEPT` names.
 
     On a CPU this is a scan over stacked weights. Without the scan, XLA on a CPU moves the
     recomputations to the front, where they save nothing: 3.4 GB instead of 1.3 GB for 2,048 tokens
@@ -187,7 +199,9 @@ def _forward_recomputing(
     x = _embed(gather({"embed": params["embed"]}), config, tokens)
     layers = [params[f"layers_{i}"] for i in range(config.shape.num_layers)]
 
-    @jax.checkpoint
+    @functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*KEPT[remat])
+    )
     def step(x: Hidden, layer: Params) -> tuple[Hidden, None]:
         return _layer(config, gather(layer), x, inputs, None)[0], None
 
@@ -267,7 +281,7 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
     ends: Int[Array, "B T"] | None = None,
     cache: KVCache | None = None,
     rows: Int[Array, " B"] | None = None,
-    remat: bool = False,
+    remat: RematKind = "none",
     gather: Gather | None = None,
     adapters: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T E"], KVCache | None]:
@@ -279,9 +293,10 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
     indices up to its own. A position of C or more marks padding: nothing is written, and its
     hidden state is meaningless. Donate the cache at the jit boundary.
 
-    `remat` keeps less for the backward pass and recomputes the layers. `gather`, from
-    `sharding.make_gather`, then gets one layer at a time. `adapters` is the adapter index of each
-    row. Raises ValueError unless rows choose adapters exactly when the model has several.
+    `remat` other than none keeps less for the backward pass and recomputes the rest (`KEPT`).
+    `gather`, from `sharding.make_gather`, then gets one layer at a time. `adapters` is the adapter
+    index of each row. Raises ValueError unless rows choose adapters exactly when the model has
+    several.
     """
     num_adapters = config.execution.num_adapters
     if (num_adapters is None) != (adapters is None):
@@ -295,8 +310,8 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
     gather = gather or (lambda params: params)
     places = None if cache is None else positions
     inputs = LayerInputs(_rope(config.shape, positions), ends, places, rows, adapters)
-    if remat and cache is None:
-        return _forward_recomputing(params, config, tokens, inputs, gather), None
+    if remat != "none" and cache is None:
+        return _forward_recomputing(params, config, tokens, inputs, remat, gather), None
     params = gather(params)
     x, layers = _embed(params, config, tokens), list(cache.layers) if cache else []
     for i in range(config.shape.num_layers):

@@ -24,12 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lightning_jax.models.mesh import batch_sharding
 from lightning_jax.models.shape import DecoderConfig
-from lightning_jax.models.sharding import make_gather, put_on_mesh, to_host
+from lightning_jax.models.sharding import make_gather, to_host
 from lightning_jax.models.transformer import Params
 from lightning_jax.rl.batches.batching import make_batches
-from lightning_jax.rl.batches.microbatches import by_sequence, map_bundle, measure
+from lightning_jax.rl.batches.microbatches import (
+    by_sequence,
+    map_bundle,
+    measure,
+    place_batches,
+)
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
 from lightning_jax.rl.update.forward_pass import ForwardPass
@@ -135,7 +139,7 @@ class TeacherScorer:
             for item, prompt in zip(sequences, prompts, strict=True)
         ]
         batches, _ = make_batches(readable, self.batch)
-        sharded = put_on_mesh(batches, batch_sharding(self.mesh))
+        sharded = place_batches(batches, self.batch, self.mesh)
         measured = to_host(measure(self.scores_fn, sharded, params, self.top_k))
         all_scores = by_sequence(batches, measured, len(sequences))
         return [
@@ -175,7 +179,7 @@ def make_scorer(
     forward = ForwardPass(
         model,
         head_chunk=batch.head_chunk,
-        remat=False,
+        remat="none",
         compute_dtype=jnp.dtype(dtype),
         entropy_gradient=False,
         gather=make_gather(model, mesh),

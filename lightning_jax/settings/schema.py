@@ -254,7 +254,8 @@ def describe(hint: Any) -> str:
         return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
     if kind is Annotated:
         bounds = [f"{BOUNDS[type(x)]} {astuple(x)[0]}" for x in parts[1:] if type(x) in BOUNDS]
-        return " and ".join(bounds + ["finite"] * (AllowInfNan(False) in parts[1:]))
+        bounds += ["finite"] * (AllowInfNan(False) in parts[1:])
+        return " and ".join(filter(None, (describe(parts[0]), *bounds)))
     if kind is list:
         return describe(parts[0])
     return "none" if hint is NoneType else ""

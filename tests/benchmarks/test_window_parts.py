@@ -9,26 +9,6 @@ import pytest
 from window import engine, update
 from window.cases import Case, Figure, Setting
 from window.engine import Call, Clock, Kernel, admission_cost, kernels_of, plain_steps, steps_of
-from window.shapes import shape_of
-from window.update import Work, flops_of, mfu, sequences_of, work_of
-
-from lightning_jax.models.config import LoraConfig
-from lightning_jax.models.lora import adapted_shape
-from lightning_jax.models.shape import DecoderConfig, DecoderShape
-from lightning_jax.rl.batches.batching import make_batches
-from lightning_jax.rl.config import BatchConfig
-
-SMALL = DecoderConfig(
-    DecoderShape(
-        vocab_size=10,
-        embed_dim=4,
-        mlp_dim=8,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=2,
-    )
-)
 
 ONLY_ON_A_GPU = {
     "no copy rate for this device",
@@ -37,39 +17,6 @@ ONLY_ON_A_GPU = {
     "the trace has no stream of a GPU",
     "ModuleNotFoundError: No module named 'tokamax'",
 }
-
-
-def test_mfu_of_a_small_model_is_the_value_worked_by_hand() -> None:
-    # A layer has 16 + 8 + 8 + 16 + 3 * 32 = 144 weights.
-    layer = 6 * 144 * 3 + 12 * 6 * 4
-    work = Work(tokens=3, pairs=6, targets=2)
-    assert flops_of(SMALL, work) == 2 * layer + 6 * 2 * 10 * 4 == 6240
-    assert mfu(SMALL, work, seconds=2.0, peak=31200.0) == pytest.approx(0.1)
-
-
-def test_frozen_weights_cost_two_thirds_beside_adapters() -> None:
-    adapted = adapted_shape(SMALL, LoraConfig(rank=1))
-    # Adapters of a layer have (4 + 4) + 2 * (4 + 2) + (4 + 4) + 3 * (4 + 8) = 64 weights.
-    layer = (4 * 144 + 6 * 64) * 3 + 12 * 6 * 4
-    assert flops_of(adapted, Work(3, 6, 2)) == 2 * layer + 4 * 2 * 10 * 4 == 6656
-
-
-def test_full_rows_of_1_5b_give_the_predicted_mfu() -> None:
-    work = Work(4 * 4096, 4 * 4096 * 4097 // 2, 4 * 2048)
-    assert mfu(shape_of("1.5b"), work, 0.621, 990e12) == pytest.approx(0.26, abs=0.01)
-
-
-@pytest.mark.parametrize(("branches", "pairs"), [(1, 64 * 65 // 2), (8, 820 + 8 * (3 * 40 + 6))])
-@pytest.mark.parametrize("row_len", [64, 80])
-def test_work_counts_visible_pairs_without_padding(branches: int, pairs: int, row_len: int) -> None:
-    sequences = sequences_of(2, 64, 32, branches, vocab_size=259)
-    sizes = BatchConfig(rows=2, row_len=row_len, max_targets=32, head_chunk=16)
-    batches, stats = make_batches(sequences, sizes)
-    found = work_of(batches)
-    assert found.tokens == stats["train/tokens_forest"] == 128
-    assert found.targets == stats["train/num_distinct_targets"] == 64
-    # A packed row of 80 nodes holds one tree of 64, because a second one does not fit.
-    assert found.pairs == 2 * pairs
 
 
 def test_trace_summary_has_only_streams_of_gpus(tmp_path: Path) -> None:

@@ -3,17 +3,21 @@
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 from engine_bench import GRAMMAR, SERVE, Bench, same
 
-from lightning_jax.engine.decode import Request, Stepper, Steps
+from lightning_jax.engine.decode import ReadBound, Request, Stepper, Steps
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.logits import LogitAdjuster
 from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.types import Completion, SamplingParams
+from lightning_jax.system.accelerators import ACCELERATORS, Accelerator
 
 AT_ONCE = 4
 
@@ -31,6 +35,60 @@ def counted(loop: EngineLoop, before: dict[str, float]) -> dict[str, float]:
     now = loop.stats()
     names = ("serve/steps", "serve/tokens_generated", "serve/tokens_past_end")
     return {name.removeprefix("serve/"): now[name] - before[name] for name in names}
+
+
+def test_the_bound_is_the_time_to_read_weights_and_contexts_by_hand() -> None:
+    bound = ReadBound(step_s=0.5, token_s=0.001)
+    contexts = np.asarray([10, 20])
+    assert bound.seconds(contexts, 1) == pytest.approx(0.5 + 0.030)
+    # The second step has contexts of 11 and 21 tokens, the third of 12 and 22.
+    assert bound.seconds(contexts, 3) == pytest.approx(1.5 + 0.030 + 0.032 + 0.034)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_a_step_reads_all_weights_but_embeddings_beside_a_head(
+    model, monkeypatch: pytest.MonkeyPatch, tied: bool, dtype: str, size: int
+) -> None:
+    config = model.config.with_shape(tie_embeddings=tied)
+    programs = SlotPrograms(config, SERVE, dtype=dtype)
+    assert ReadBound.of(programs) is None  # on a CPU
+    monkeypatch.setitem(ACCELERATORS, "cpu", Accelerator("^cpu$", 1.0, 1000))
+    bound, shape = ReadBound.of(programs), config.shape
+    assert bound is not None
+    # The table, or the head, which has its size.
+    table = shape.vocab_size * shape.embed_dim
+    layers = sum(
+        leaf.size for key, part in model.params.items() if key != "embed"
+        for leaf in jax.tree.leaves(part)
+    )  # fmt: skip
+    assert bound.step_s == pytest.approx(size * (table + layers) / 1000)
+    keys = shape.num_layers * shape.num_kv_heads * shape.head_dim
+    assert bound.token_s == pytest.approx(size * 2 * keys / 1000)
+
+
+async def test_turns_that_decode_are_timed_on_a_known_accelerator(
+    model, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "serve/decode_s" not in bench.loop.stats()
+    monkeypatch.setitem(ACCELERATORS, "cpu", Accelerator("^cpu$", 1.0, 10**9))
+    programs = SlotPrograms(model.config, SERVE)
+    bound = ReadBound.of(programs)
+    assert bound is not None
+    loop = EngineLoop(programs, model.params, 0, model.tokenizer, SERVE)
+    loop.start()
+    try:
+        prompt = bench.ids("abc")
+        begun = time.monotonic()
+        await loop.submit(prompt, SamplingParams(max_tokens=3, ignore_eos=True)).result()
+        seconds = time.monotonic() - begun
+    finally:
+        loop.close()
+    stats = loop.stats()
+    assert 0.0 < stats["serve/decode_s"] <= seconds + 0.1
+    contexts = [len(prompt), len(prompt) + 1, len(prompt) + 2]  # with the token that is read
+    wanted = sum(bound.step_s + bound.token_s * number for number in contexts)
+    assert stats["serve/decode_bound_s"] == pytest.approx(wanted)
 
 
 async def test_all_kinds_of_requests_are_answered_as_one_step_at_a_time(bench: Bench, fast):

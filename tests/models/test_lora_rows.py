@@ -15,7 +15,7 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.types import SamplingParams
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.config import LoraConfig, MeshConfig
+from lightning_jax.models.config import LoraConfig, MeshConfig, RematKind
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import one_of, trained_part
@@ -39,8 +39,8 @@ MODEL = tiny_policies(LORA)
 ALONE = [one_of(MODEL, index) for index in (0, 1)]
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_rows_are_read_with_the_chosen_adapter(remat: bool) -> None:
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_rows_are_read_with_the_chosen_adapter(remat: RematKind) -> None:
     tokens = jax.random.randint(jax.random.key(2), (3, 20), 0, 259)
     positions = jnp.broadcast_to(jnp.arange(20), (3, 20))
     chosen = jnp.array([1, 0, 1])

@@ -16,13 +16,13 @@ def measured(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
 
 
 def test_a_cpu_has_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto = ModelConfig(dtype="auto", remat=True)
+    auto = ModelConfig(dtype="auto", remat="full")
     measured(monkeypatch, 0.004, 0.002)
     assert resolve_dtype(auto, "cpu") == ModelConfig(
-        dtype="bfloat16", activation_dtype="float32", remat=True
+        dtype="bfloat16", activation_dtype="float32", remat="full"
     )
     measured(monkeypatch, 0.004, 0.0038)  # not clearly faster
-    assert resolve_dtype(auto, "cpu") == ModelConfig(dtype="float32", remat=True)
+    assert resolve_dtype(auto, "cpu") == ModelConfig(dtype="float32", remat="full")
 
 
 def test_accelerators_have_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

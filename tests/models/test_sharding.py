@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.attention.kv_cache import init_cache
-from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
+from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, RematKind
 from lightning_jax.models.mesh import batch_sharding, make_mesh, serving_mesh
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.sharding import cache_sharding, param_shardings
@@ -39,7 +39,7 @@ def _loss(params, config, tokens, positions, ends, remat):
 
 
 def test_loss_and_gradient_agree_on_one_and_eight_devices():
-    sizes, remat = (1, 4, 2), True
+    sizes, remat = (1, 4, 2), "full"
     model = tiny_model(num_layers=1)
     tokens = jax.random.randint(jax.random.key(1), (8, 160), 0, 259)
     positions = jnp.broadcast_to(jnp.arange(160), (8, 160))
@@ -118,7 +118,7 @@ STEPS = [
 ]
 
 
-def settings(sizes: tuple[int, int, int], *, remat: bool = False) -> Config:
+def settings(sizes: tuple[int, int, int], *, remat: RematKind = "none") -> Config:
     return Config(
         serve=ServeConfig(max_len=ROW_LEN),
         batch=BatchConfig(rows=8, row_len=ROW_LEN, max_targets=TARGETS, head_chunk=CHUNK),
@@ -177,7 +177,7 @@ def test_an_update_in_bfloat16_agrees_on_one_and_eight_devices(sizes):
 
 @pytest.mark.slow
 def test_rematerialised_layers_are_gathered_one_by_one():
-    config, model = settings((1, 8, 1), remat=True), SHAPED.with_shape(num_layers=2)
+    config, model = settings((1, 8, 1), remat="full"), SHAPED.with_shape(num_layers=2)
     grads_fn, _ = lower_step(
         phase_updater(model, config, supervised=False), config.model.dtype, config.distill
     )

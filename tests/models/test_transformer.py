@@ -1,16 +1,20 @@
 """Tests of prefill and decode against a full pass, forests against separate rows, and padding."""
 
+from collections import Counter
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from coded import raises_coded
+from jax.ad_checkpoint import print_saved_residuals
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.attention.kv_cache import init_cache
+from lightning_jax.models.config import RematKind
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
-from lightning_jax.models.transformer import _embed, forward, init_params, unembed
+from lightning_jax.models.transformer import KEPT, _embed, forward, init_params, unembed
 from lightning_jax.testing.tiny import tiny_model
 
 LENGTH = 170  # more than one block, and not a multiple of a block
@@ -87,13 +91,40 @@ def _grads(params, tokens, positions, ends, remat):
     return jax.grad(loss)(params)
 
 
-def test_remat_changes_no_gradient():
-    tokens, positions = _tokens(1, LENGTH), _depths(1, LENGTH)
-    ends = jnp.full((1, LENGTH), LENGTH)
-    kept = _grads(MODEL.params, tokens, positions, ends, remat=False)
-    recomputed = _grads(MODEL.params, tokens, positions, ends, remat=True)
+@pytest.mark.parametrize("remat", KEPT)
+@pytest.mark.parametrize("length", [20, LENGTH])  # without and with blocks
+def test_remat_changes_no_gradient(remat: RematKind, length: int):
+    tokens, positions = _tokens(1, length), _depths(1, length)
+    ends = jnp.full((1, length), length)
+    kept = _grads(MODEL.params, tokens, positions, ends, remat="none")
+    recomputed = _grads(MODEL.params, tokens, positions, ends, remat=remat)
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
         np.testing.assert_allclose(b, a, atol=1e-7, rtol=1e-4)
+
+
+def test_each_kind_of_remat_keeps_what_it_names(capsys: pytest.CaptureFixture[str]):
+    """Count the arrays of two layers that wait for the backward pass, by shape."""
+    model = tiny_model(num_layers=2)
+    config = model.config.with_execution(scans_layers=False)
+    tokens, positions = _tokens(1, LENGTH), _depths(1, LENGTH)
+
+    def kept(remat: RematKind) -> Counter[str]:
+        def loss(params):
+            return forward(params, config, tokens, positions, remat=remat)[0].sum()
+
+        print_saved_residuals(loss, model.params)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "'_layer'" in line]
+        return Counter(line.split()[0] for line in lines)
+
+    last = Counter({f"f32[1,{LENGTH},32]": 1})  # input of the second layer
+    results = Counter({f"f32[1,{LENGTH},4,8]": 2, f"f32[1,2,2,{LENGTH}]": 2})  # of attention
+    products = Counter(
+        {f"f32[1,{LENGTH},32]": 2, f"f32[1,{LENGTH},16]": 4, f"f32[1,{LENGTH},64]": 4}
+    )  # q; k and v; gate and up
+    assert kept("full") == last
+    assert kept("attention") == last + results
+    assert kept("mlp") == last + results + products
+    assert kept("none").total() > kept("mlp").total()
 
 
 def test_layers_without_a_scan_have_its_gradient_and_no_stacked_weights():
@@ -104,7 +135,7 @@ def test_layers_without_a_scan_have_its_gradient_and_no_stacked_weights():
         config = model.config.with_execution(scans_layers=scans)
 
         def loss(params, tokens, positions, config=config):
-            return forward(params, config, tokens, positions, remat=True)[0].sum()
+            return forward(params, config, tokens, positions, remat="full")[0].sum()
 
         program = jax.jit(jax.grad(loss)).lower(model.params, tokens, positions)
         stacked = "tensor<2x32x64xf32>" in program.as_text()  # the stacked gate kernels

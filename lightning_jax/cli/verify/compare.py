@@ -41,7 +41,7 @@ def compare_all(
     shardings = param_shardings(model.config, mesh)
     initial = jax.device_put(model.params, shardings)
     measure = jax.jit(
-        partial(response_logprobs, config=model.config, remat=False, head_chunk=HEAD_CHUNK)
+        partial(response_logprobs, config=model.config, remat="none", head_chunk=HEAD_CHUNK)
     )
     by_weights: defaultdict[tuple[int, Policy], list[StoredCall]] = defaultdict(list)
     for call in calls:

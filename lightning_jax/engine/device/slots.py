@@ -106,10 +106,10 @@ class SlotPrograms:
         segments = (serve.max_len,) if whole else segment_lengths(serve.max_len)
         self.capacities = tuple(itertools.accumulate(segments))
         self.slot_counts = _slot_counts(serve.slots, fewest=8 if self._platform == "tpu" else 1)
-        self._dtype = jnp.dtype(dtype)
-        self.compiler_options = _compiler_options(self._dtype) if on_one_cpu else None
+        self.dtype = jnp.dtype(dtype)  # of weights and cache
+        self.compiler_options = _compiler_options(self.dtype) if on_one_cpu else None
         self._jit = partial(jax.jit, compiler_options=self.compiler_options)
-        self.pages = PageCopier(config.shape, serve, self._dtype, self._cache, self._jit)
+        self.pages = PageCopier(config.shape, serve, self.dtype, self._cache, self._jit)
         self._compile_later()
 
     @property
@@ -125,7 +125,7 @@ class SlotPrograms:
             config=self.config,
             slots=self.num_slots,
             length=row_length(self.max_len, self._platform),
-            dtype=self._dtype,
+            dtype=self.dtype,
             platform=self._platform,
         )
         prefill = partial(programs.prefill, config=self.config)
@@ -185,7 +185,7 @@ class SlotPrograms:
         if isinstance(params, ServingCopy):
             served = take_copy(params, self._targets(params.params))
         else:
-            served = reshard(params, self._targets(params), self._dtype, stacked=self._stacks)
+            served = reshard(params, self._targets(params), self.dtype, stacked=self._stacks)
         turned = self.config.execution.turned
         return jax.block_until_ready(turn_kernels(served)) if turned else served
 
@@ -198,10 +198,10 @@ class SlotPrograms:
         if jax.process_count() > 1:  # there is one engine, and `put_on_mesh` runs in all processes
             return params
         if self._stacks:
-            return prepare_stack(params, self._targets(params), self._dtype)
+            return prepare_stack(params, self._targets(params), self.dtype)
         frozen = frozen_part(params) if share_base else None
         shared = () if frozen is None else flatten(frozen)
-        return prepare_copy(params, self._targets(params), self._dtype, shared=shared)
+        return prepare_copy(params, self._targets(params), self.dtype, shared=shared)
 
     def _targets(self, params: Params) -> Any:
         if self.mesh is None:
@@ -299,7 +299,7 @@ class SlotPrograms:
         `has_filters` the caller promises that no row has a filter, which an accelerator's program
         then lacks.
         """
-        longest = table.length(slots) + steps
+        longest = int(table.positions(slots).max()) + steps
         segments = 1 + bisect.bisect_left(self.capacities, min(longest, self.max_len))
         rows = next(n for n in self.slot_counts if n > max(slots))
         arguments: tuple[Any, ...] = (params, state, table.next_steps(slots, steps))

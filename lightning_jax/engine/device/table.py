@@ -86,9 +86,9 @@ class SlotTable:
         row[Column.TOP_K] = min(sampling.top_k, MAX_TOP_K)
         row[Column.ADAPTER] = adapter or 0
 
-    def length(self, slots: Sequence[int]) -> int:
-        """Return the most tokens that a row of these slots holds."""
-        return int(self._table[np.asarray(slots, np.intp), Column.POSITION].max())
+    def positions(self, slots: Sequence[int]) -> Int32[np.ndarray, " N"]:
+        """Return the positions of these slots' next tokens, the number that their rows hold."""
+        return self._table[np.asarray(slots, np.intp), Column.POSITION]
 
     def next_steps(self, slots: Sequence[int], number: int = 1) -> Int32[np.ndarray, "S 12"]:
         """Return the table for the next steps of these slots alone, and count the steps as done."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from lightning_jax.models.attention import blockwise, flash, flash_gpu, flash_tpu
@@ -17,6 +18,8 @@ from lightning_jax.models.shape import RopeScaling
 # Cosine and sine of every angle, in float32.
 RopeTables = tuple[Float[Array, "B T 1 F"], Float[Array, "B T 1 F"]]
 
+# Names of results that a layer's backward pass may keep, so that attention does not run again.
+RESULTS = ("attention_out", "attention_log_sums")
 _SMALL = 128 * 128  # query-key pairs; up to this many, all scores are computed at once
 _CPU_BLOCK = 128  # the scores of a block fit in a core's cache
 _DEFAULT_BLOCK = 1024  # on other platforms, few large products are faster than many small ones
@@ -106,7 +109,7 @@ def attend_blocks(
 
 def _attend_forward(*inputs: Array) -> tuple[Array, tuple[Array, ...]]:
     kernels = blockwise.forward, flash_tpu.forward, flash_gpu.forward
-    out, log_sums = _by_platform(*kernels, *inputs)
+    out, log_sums = map(checkpoint_name, _by_platform(*kernels, *inputs), RESULTS)
     return out, (*inputs, out, log_sums)
 
 

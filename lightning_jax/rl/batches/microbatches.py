@@ -7,21 +7,69 @@ microbatches per update. A loop on the host runs it for each bundle.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
-from lightning_jax.models.mesh import platform_of
+from lightning_jax.models.mesh import batch_sharding, platform_of
+from lightning_jax.models.sharding import put_on_mesh
 from lightning_jax.rl.batches.batch import Batch
+from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.types import Trajectory
 
 # Microbatches in a bundle, padding included. On a CPU each start of a program gets fresh memory.
 # Other platforms use 1, because starting a program eight times costs nothing there.
 BUNDLE_ON = {"cpu": 8}
+PAIR_PARTS = (4, 2, 1)  # an accelerator's rows have a quarter, half or all places for pairs
+
+
+def pair_sizes(config: BatchConfig, platform: str) -> tuple[int, ...]:
+    """Return the numbers of places for distinct pairs that rows may have, ascending.
+
+    Each is a shape of its own, for which programs compile. A CPU has one, because it skips chunks
+    of padding itself and its bundles need microbatches of one shape.
+    """
+    if platform == "cpu":
+        return (config.max_targets,)
+    num_chunks = config.max_targets // config.head_chunk
+    return tuple(sorted({config.head_chunk * -(-num_chunks // part) for part in PAIR_PARTS}))
+
+
+def place_batches(batches: Sequence[Batch], config: BatchConfig, mesh: Mesh) -> list[Batch]:
+    """Return batches of the host on the devices of a mesh, in the least of `pair_sizes`."""
+    sizes, cut = pair_sizes(config, mesh.devices.flat[0].platform), list[Batch]()
+    for batch in batches:
+        num_pairs = int((batch.distinct.ids >= 0).sum(axis=1).max())
+        cut.append(cut_pairs(batch, next(size for size in sizes if size >= num_pairs)))
+    return put_on_mesh(cut, batch_sharding(mesh))
+
+
+def cut_pairs(batch: Batch, size: int) -> Batch:
+    """Return a batch of the host with the first `size` places of each row for distinct pairs."""
+    distinct = batch.distinct
+
+    def cut(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[:, :size], tree)
+
+    masks, teacher = distinct.masks, batch.teacher
+    if masks is not None:
+        masks = replace(masks, of_pairs=cut(masks.of_pairs))
+    if teacher is not None:  # names tokens for each pair
+        teacher = replace(teacher, top=cut(teacher.top))
+    pairs = replace(
+        distinct,
+        nodes=cut(distinct.nodes),
+        ids=cut(distinct.ids),
+        temperatures=cut(distinct.temperatures),
+        masks=masks,
+    )
+    return replace(batch, distinct=pairs, teacher=teacher)
 
 
 def bundles(batches: Sequence[Batch]) -> list[tuple[tuple[Batch, ...], Int32[np.ndarray, ""]]]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from lightning_jax.models.config import RematKind
 from lightning_jax.models.lora import overlay
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Gather, Params
@@ -33,7 +34,7 @@ class ForwardPass:
 
     config: DecoderConfig
     head_chunk: int
-    remat: bool
+    remat: RematKind
     compute_dtype: Any
     entropy_gradient: bool
     gather: Gather | None  # for sharded weights
@@ -88,7 +89,7 @@ class ForwardPass:
 
     def values(self, batch: Batch, params: Params, head: ValueHead) -> Float[Array, "B R"]:
         """Return the value of the state in which each target was chosen, 0 where masked."""
-        nodes = self._nodes(self._cast(params), batch, remat=False)
+        nodes = self._nodes(self._cast(params), batch, remat="none")
         values = state_values(head, nodes, batch.target_nodes, batch.adapters)
         return jnp.where(batch.target_mask, values, 0.0)
 
@@ -96,7 +97,7 @@ class ForwardPass:
         read = head_params(params, self.gather)
         return score_nodes(read, batch, nodes, head, head_chunk=self.head_chunk)
 
-    def _nodes(self, params: Params, batch: Batch, *, remat: bool) -> Float[Array, "B T E"]:
+    def _nodes(self, params: Params, batch: Batch, *, remat: RematKind) -> Float[Array, "B T E"]:
         return read_nodes(params, self.config, batch, remat=remat, gather=self.gather)
 
     def _cast(self, params: Params) -> Params:

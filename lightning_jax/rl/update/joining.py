@@ -14,6 +14,7 @@ from lightning_jax.models.policies import ALL, Policy
 from lightning_jax.rl.gae import CallValues
 from lightning_jax.rl.losses.policy import NUM_TOKENS, is_maximum, tokens_metric
 from lightning_jax.rl.sequence import TrainingSequence
+from lightning_jax.rl.update.flops import MFU
 from lightning_jax.types import Metrics, Trajectory
 
 NORMS = ("train/grad_norm", "train/value_grad_norm")
@@ -78,6 +79,9 @@ def _join(name: str, rows: Sequence[Metrics]) -> float:
         tokens = [row[RATES[name]] for row in rows]
         seconds = sum(n / value for n, value in zip(tokens, values, strict=True))
         return sum(tokens) / seconds
+    if name == MFU:  # of one peak
+        times = [row["train/tokens_forest"] / row["train/forest_tokens_per_s"] for row in rows]
+        return sum(map(operator.mul, times, values)) / sum(times)
     if is_maximum(name):
         return max(values)
     if name in NORMS:

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.grammar.compiler import GrammarCompiler
-from lightning_jax.models.config import MeshConfig
+from lightning_jax.models.config import MeshConfig, RematKind
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.mesh import make_mesh, num_row_shards
 from lightning_jax.models.transformer import Params
@@ -40,7 +40,7 @@ class Learner:
         *,
         mesh: MeshConfig | None = None,
         dtype: str | None = None,
-        remat: bool = False,
+        remat: RematKind = "none",
         seed: int = 0,
     ) -> None:
         algorithm, devices = algorithm or AlgorithmConfig(), make_mesh(mesh or MeshConfig())

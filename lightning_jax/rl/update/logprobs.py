@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lightning_jax.engine.sampling import unpack_mask
+from lightning_jax.models.config import RematKind
 from lightning_jax.models.matmul import product
 from lightning_jax.models.mesh import MESH_AXES
 from lightning_jax.models.shape import DecoderConfig
@@ -33,7 +34,7 @@ def response_logprobs(
     config: DecoderConfig,
     batch: Batch,
     *,
-    remat: bool,
+    remat: RematKind,
     head_chunk: int,
     entropy_gradient: bool = False,
     gather: Gather | None = None,
@@ -43,8 +44,8 @@ def response_logprobs(
     Both are 0 where masked. The entropy has a gradient only with `entropy_gradient`, to save its
     cost. The LM head runs only on nodes that predict a target, once for all targets that are the
     same token. `batch.distinct` lists these, with any temperatures and masks. The head takes
-    `head_chunk` of a row at a time and skips chunks of padding. Logits of [R, V] are never
-    allocated at once, not even in the backward pass.
+    `head_chunk` of a row at a time, and on a CPU skips chunks of padding. Logits of [R, V] are
+    never allocated at once, not even in the backward pass.
     """
     nodes = read_nodes(params, config, batch, remat=remat, gather=gather)
     scores = score_nodes(
@@ -62,7 +63,7 @@ def read_nodes(
     config: DecoderConfig,
     batch: Batch,
     *,
-    remat: bool,
+    remat: RematKind,
     gather: Gather | None = None,
 ) -> Float[Array, "B T E"]:
     """Return the last hidden state of each node."""
@@ -136,18 +137,26 @@ class Head:
     def kernel_grads(self, params: Params, hidden: Any, logit_grads: Any) -> Params:
         """Return what a chunk adds to the gradient of the weights, in float32.
 
-        If `activation_dtype` is set, both sides are first rounded to the weights' dtype, as in the
-        forward pass.
+        Both sides are first rounded to the weights' dtype, as in the forward pass.
         """
         left, right = (array.reshape(-1, array.shape[-1]) for array in (hidden, logit_grads))
         if self.config.shape.tie_embeddings:
             left, right = right, left
 
         def grad(kernel: Any) -> Any:
-            dtype = kernel.dtype if self.config.execution.activation_dtype else jnp.float32
-            return product(left.astype(dtype), right.astype(dtype), (0, 0))
+            return product(left.astype(kernel.dtype), right.astype(kernel.dtype), (0, 0))
 
         return jax.tree.map(grad, params)
+
+    def hidden_grad(self, params: Params, hidden: Any, logit_grads: Any) -> Any:
+        """Return the gradient of a chunk's hidden states, in their dtype.
+
+        Both sides of the product have the weights' dtype. JAX's own rule would widen the weights
+        to the float32 of the logits. The sums are float32.
+        """
+        (kernel,) = jax.tree.leaves(params)
+        axis = 0 if self.config.shape.tie_embeddings else 1
+        return product(logit_grads, kernel, (logit_grads.ndim - 1, axis)).astype(hidden.dtype)
 
 
 def score_nodes(
@@ -226,7 +235,7 @@ def _masked(logits: Any, table: Any, of_pairs: Any) -> Any:
 def _read_chunks(
     head: Head, params: Params, table: Any, has_targets: Any, hidden: Any, targets: _Targets
 ) -> TargetScores:
-    """Apply `head.read` to each chunk [B size] in turn, with zeros unless it `has_targets` [N].
+    """Apply `head.read` to each chunk [B size] in turn. Those without targets [N] may be skipped.
 
     `table` has the rows' masks [B M W], or is None.
     """
@@ -238,7 +247,7 @@ def _read_chunks(
     def read(params: Params, table: Any, *chunks: Any) -> tuple[Any, None]:
         def one(chunk: Sequence[Any]) -> TargetScores:
             is_wanted, *inputs = chunk
-            return jax.lax.cond(is_wanted, head.read, nothing, params, table, *inputs)
+            return _skip_unless(is_wanted, head.read, nothing, params, table, *inputs)
 
         return jax.lax.map(one, chunks), None
 
@@ -263,25 +272,21 @@ def _read_backward(head: Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
         def one(added: Params, chunk: Any) -> tuple[Params, Any]:
             is_wanted, hidden, targets, grads = chunk
 
-            def logits_of(hidden: Any) -> Any:
-                return unembed(params, head.config, hidden)
-
             def read(logits: Any) -> TargetScores:
                 return head.read_logits(logits, table, targets)
 
             def add(added: Params, hidden: Any) -> tuple[Params, Any]:
-                logits, pull_hidden = jax.vjp(logits_of, hidden)
+                logits = unembed(params, head.config, hidden)
                 (logit_grads,) = jax.vjp(read, logits)[1](grads)
-                (hidden_grad,) = pull_hidden(logit_grads)
                 if trained:
                     new = head.kernel_grads(trained, hidden, logit_grads)
                     added = jax.tree.map(jnp.add, added, new)
-                return added, hidden_grad
+                return added, head.hidden_grad(params, hidden, logit_grads)
 
             def nothing(added: Params, hidden: Any) -> tuple[Params, Any]:
                 return added, jnp.zeros_like(hidden)
 
-            return jax.lax.cond(is_wanted, add, nothing, added, hidden)
+            return _skip_unless(is_wanted, add, nothing, added, hidden)
 
         start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
         added, hidden_grads = jax.lax.scan(one, start, chunks)
@@ -293,6 +298,21 @@ def _read_backward(head: Head, inputs: Any, out_grads: Any) -> tuple[Any, ...]:
 
 
 _read_chunks.defvjp(_read_forward, _read_backward)
+
+
+def _skip_unless(
+    is_wanted: Any, work: Callable[..., Any], nothing: Callable[..., Any], *inputs: Any
+) -> Any:
+    """Return `work(*inputs)`. On a CPU, return `nothing(*inputs)` for a chunk without targets.
+
+    For a branch, a GPU stops until the host has read the condition. There the host has left out
+    chunks without targets (`microbatches.place_batches`).
+    """
+
+    def by_branch(*inputs: Any) -> Any:
+        return jax.lax.cond(is_wanted, work, nothing, *inputs)
+
+    return jax.lax.platform_dependent(*inputs, cpu=by_branch, default=work)
 
 
 def _run_on_row_shards(

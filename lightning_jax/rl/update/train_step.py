@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int32
 
 from lightning_jax.errors import InvalidValue
+from lightning_jax.models.config import RematKind
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Gather, Params
 from lightning_jax.rl.adapters import AdapterPolicies, find_valid_updates, select
@@ -62,7 +63,7 @@ def make_train_functions(  # noqa: PLR0913  (the arguments are independent)
     objective: Objective,
     *,
     head_chunk: int,
-    remat: bool = False,
+    remat: RematKind = "none",
     compute_dtype: Any = jnp.float32,
     entropy_gradient: bool = False,
     critic: Critic | None = None,

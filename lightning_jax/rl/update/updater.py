@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from lightning_jax.models.config import RematKind
 from lightning_jax.models.lora import overlay
 from lightning_jax.models.mesh import batch_sharding, num_row_shards
 from lightning_jax.models.shape import DecoderConfig
@@ -22,7 +23,13 @@ from lightning_jax.rl.adapters import AdapterPolicies, find_trained_policies, vm
 from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.rl.batches.batching import make_batches, why_dropped
 from lightning_jax.rl.batches.masks import mask_metrics
-from lightning_jax.rl.batches.microbatches import by_sequence, by_target, measure, values_by_call
+from lightning_jax.rl.batches.microbatches import (
+    by_sequence,
+    by_target,
+    measure,
+    place_batches,
+    values_by_call,
+)
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.critic import make_critic
 from lightning_jax.rl.dpo import drop_broken_pairs, weigh_pairs
@@ -31,6 +38,7 @@ from lightning_jax.rl.losses.objectives import policy_objective, supervised_obje
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rl.token_weights import split_minibatches
 from lightning_jax.rl.update import train_step
+from lightning_jax.rl.update.flops import mfu_metrics
 from lightning_jax.rl.update.joining import merge_packing, merge_updates
 from lightning_jax.rl.update.kl_costs import charge_later_calls, has_later_calls
 from lightning_jax.rl.update.noise_scale import Halves, estimate_signal, split_halves
@@ -95,7 +103,7 @@ class Updater:
             adapters=None if self.policies is None else self.policies.indices,
         )
         batches, _ = make_batches(sequences, self.batch)
-        sharded = put_on_mesh(batches, batch_sharding(self.mesh))
+        sharded = self._place(batches)
         weights = state.weights, state.critic.head
         measured = measure(self.functions.values_fn, sharded, *weights)
         values = values_by_call(trajectories, batches, to_host(measured))
@@ -125,8 +133,7 @@ class Updater:
         packed = [(part, batches) for part, batches, _ in parts if batches]
         metrics |= merge_packing([stats for _, _, stats in parts])
         metrics["time/batching_s"] = time.monotonic() - started
-        rows = batch_sharding(self.mesh)
-        minibatches = [put_on_mesh(batches, rows) for _, batches in packed]
+        minibatches = [self._place(batches) for _, batches in packed]
         if self.reward_kl is not None and has_later_calls(sequences):
             assert reference is not None, "a KL needs a reference policy"
             minibatches = [
@@ -169,6 +176,8 @@ class Updater:
                 updates.append(learned | measured)
         metrics |= _signal(updates[0], halves, sequences, len(minibatches))
         seconds = (time.monotonic() - started) / self.num_epochs
+        on_host, devices = [batch for _, batches in packed for batch in batches], self.mesh.devices
+        metrics |= mfu_metrics(self.model, on_host, seconds, list(devices.flat))
         return state, metrics | merge_updates(updates) | {
             "train/tokens_per_s": metrics["train/tokens_naive"] / seconds,
             "train/forest_tokens_per_s": metrics["train/tokens_forest"] / seconds,
@@ -220,13 +229,16 @@ class Updater:
         minibatches, present = [], []
         for some in self._minibatches(fixed, state, epoch):
             batches, _ = make_batches(some, self.batch, skip_zero_advantage=False)
-            sharded = put_on_mesh(batches, batch_sharding(self.mesh))
+            sharded = self._place(batches)
             if some[0].old_logprobs:
                 old = by_target(batches, [sequence.old_logprobs for sequence in some])
                 sharded = self._with("old_logprobs", old, sharded)
             minibatches.append(sharded)
             present.append(self._find_trained_policies(batches))
         return minibatches, present
+
+    def _place(self, batches: Sequence[Batch]) -> list[Batch]:
+        return place_batches(batches, self.batch, self.mesh)
 
     def _with(self, name: str, values: Any, sharded: Sequence[Batch]) -> list[Batch]:
         """Return the sharded batches with these values of the host in one field."""
@@ -305,14 +317,14 @@ def make_updater(  # noqa: PLR0913  (the arguments are independent)
     *,
     mesh: Mesh,
     dtype: str,
-    remat: bool = False,
+    remat: RematKind = "none",
     policies: AdapterPolicies | None = None,
     seed: int = 0,
 ) -> Updater:
     """Return the updater for an algorithm, or for supervised learning if `algorithm` is None.
 
-    It computes in `dtype` on the devices of `mesh`, and `remat` recomputes activations in the
-    backward pass. Raises ConfigError if the mesh does not divide `batch.rows`.
+    It computes in `dtype` on the devices of `mesh`, and its backward pass recomputes activations as
+    `remat` says. Raises ConfigError if the mesh does not divide `batch.rows`.
     """
     if batch.rows % num_row_shards(mesh):
         raise ConfigError.mismatch(

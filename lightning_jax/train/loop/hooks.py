@@ -5,11 +5,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 
 from lightning_jax.errors import UserError
+from lightning_jax.rl.batches.microbatches import pair_sizes
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.loading import load_function
@@ -26,7 +28,8 @@ log = logging.getLogger(__name__)
 class CompileAhead(Hook):
     """Thread that compiles the programs of a replica's next update while rollouts run.
 
-    They are those of the shapes in the settings, so an update compiles nothing. Do nothing if an
+    They are those of the shapes in the settings, so an update compiles nothing. Of an accelerator's
+    smaller ones (`pair_sizes`) there are as many as the rollouts leave time for. Do nothing if an
     update spans several processes, reads a critic, a reference or a teacher, or none is left to do.
     The exit of the interpreter waits for the thread, because JAX crashes if a compilation is
     interrupted.
@@ -38,6 +41,7 @@ class CompileAhead(Hook):
         algorithm = replica.config.algorithm
         reads_more = algorithm.has_critic or algorithm.has_reference
         reads_more |= replica.config.distill.has_teacher
+        self._is_over = False
         self._is_useful = num_updates > 0 and not reads_more and jax.process_count() == 1
 
     def rollout_ended(self, phase: str | None) -> None:
@@ -49,16 +53,27 @@ class CompileAhead(Hook):
     def before_update(
         self, step: int, update: UpdateInput
     ) -> tuple[Sequence[TrainingSequence], Metrics]:
-        """Wait for the thread, because a second compilation would only take the CPU from it."""
+        """Wait for the thread, because a second compilation would only take the CPU from it.
+
+        It ends with the program that it compiles now.
+        """
+        self._is_over = True
         if self._thread.ident is not None:
             self._thread.join()
         return update.sequences, {}
 
     def _compile(self) -> None:
         started, config = time.monotonic(), self._replica.config
+        learner = self._replica.learner
+        lower = partial(lower_step, learner, config.model.dtype, config.distill)
         try:
-            for lowered in lower_step(self._replica.learner, config.model.dtype, config.distill):
+            for lowered in lower():
                 lowered.compile()
+            *smaller, _ = pair_sizes(learner.batch, learner.mesh.devices.flat[0].platform)
+            for size in smaller:
+                if not self._is_over:
+                    gradient, _ = lower(num_pairs=size)
+                    gradient.compile()
         except Exception:  # the update compiles its programs itself, and raises the error
             log.debug("the update could not be compiled in advance", exc_info=True)
         log.debug("compiled the update in %.1f s", time.monotonic() - started)

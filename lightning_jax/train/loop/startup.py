@@ -47,7 +47,7 @@ from lightning_jax.train.prompts.chosen import forget_chosen, present_prompts, r
 from lightning_jax.train.prompts.search import PromptSearch, check_search
 from lightning_jax.train.sinks import check_sinks
 from lightning_jax.train.sinks.traces import TracedRollouts, check_traces, open_traces
-from lightning_jax.train.state.multihost import Leader
+from lightning_jax.train.state.multihost import Leader, agree_on_remat
 from lightning_jax.train.state.replica import Replica
 from lightning_jax.train.state.resume import digests, find_changes, resume
 from lightning_jax.train.tasks.hints import Hints, TeacherWeights, make_hints
@@ -111,12 +111,12 @@ async def open_run(
         config = with_dtypes(config)
         sources = digests(config, train_tasks, dev_tasks, agent)
         changed = find_changes(directory, changed_keys(directory / SETTINGS, config), sources)
-        model = _model_that_fits(config)
+        model, resolved = _model_that_fits(config)  # the settings that are saved keep `auto`
         store = at_end.enter_context(closing(Store(directory / STORE)))
         pipelines = Pipelines(config, model.tokenizer, train_tasks, dev_tasks, stored)
         hints = make_hints(config.distill.hint, model.tokenizer, train_tasks)
-        serve = prepare_serving(size_for_run(config, model.config), model, store)
-        replica = Replica(replace(config, algorithm=algorithm), model)
+        serve = prepare_serving(size_for_run(resolved, model.config), model, store)
+        replica = Replica(replace(resolved, algorithm=algorithm), model)
         at_end.callback(replica.close)
         leader = Leader(replica)
         at_end.callback(leader.stop_followers)
@@ -280,8 +280,11 @@ def load_trainable(config: Config) -> LoadedModel:
     return adapted(model, config.model.lora, config.seed, config.policy_table.num_adapters)
 
 
-def _model_that_fits(config: Config) -> LoadedModel:
-    """Load the model. Raises ConfigError if the run would not fit in a device's memory."""
+def _model_that_fits(config: Config) -> tuple[LoadedModel, Config]:
+    """Load the model, and set what updates recompute, for all processes.
+
+    Raises ConfigError if the run would not fit in a device's memory.
+    """
     model = load_trainable(config)
     capacity, limit = plan.device_capacity(), plan.process_limit()
     planned = plan.make_plan(model.config, config, capacity, limit=limit)
@@ -290,7 +293,7 @@ def _model_that_fits(config: Config) -> LoadedModel:
         words = (f"{k}" + " (frozen)" * (not v.trains) for k, v in config.policies.items())
         log.info("policies: %s", ", ".join(words))
     plan.check_plan(planned)
-    return model
+    return model, plan.with_remat(config, agree_on_remat(planned.remat))
 
 
 def _check_settings(config: Config) -> None:

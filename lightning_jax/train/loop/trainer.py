@@ -30,6 +30,7 @@ from lightning_jax.train.loop.hooks import HookError
 from lightning_jax.train.loop.rescored import rescore
 from lightning_jax.train.loop.run import Run
 from lightning_jax.train.loop.startup import MakePage, load_trainable, open_run, with_dtypes
+from lightning_jax.train.memory.plan import with_remat
 from lightning_jax.train.state import multihost
 from lightning_jax.train.state.checkpoint import CheckpointError
 from lightning_jax.train.state.replica import Replica
@@ -147,7 +148,8 @@ async def _follow(config: Config) -> None:
     """
 
     def work() -> None:
-        replica = Replica(config, load_trainable(config))
+        model = load_trainable(config)
+        replica = Replica(with_remat(config, multihost.agree_on_remat()), model)
         try:
             multihost.follow(replica)
         finally:

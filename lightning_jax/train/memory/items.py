@@ -9,7 +9,7 @@ from lightning_jax.engine.device.pages import PageCopier, page_bytes
 from lightning_jax.engine.device.radix import PAGE
 from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models.attention.kv_cache import row_length
-from lightning_jax.models.config import ModelConfig
+from lightning_jax.models.config import AUTO, ModelConfig
 from lightning_jax.models.formats.load import load_shape
 from lightning_jax.models.lora import frozen_part, trained_part
 from lightning_jax.models.memory import (
@@ -124,11 +124,12 @@ def serving_items(
 def step_items(
     model: DecoderConfig, settings: ModelConfig, batch: BatchConfig, mesh: Mesh
 ) -> list[MemoryItem]:
-    """Return the memory that the gradients of one microbatch need.
+    """Return the memory that the gradients of one microbatch need, with a resolved `remat`.
 
     The first item also exists between microbatches.
     """
     dtype, remat = settings.dtype, settings.remat
+    assert remat != AUTO, "a plan chooses it"
     activation_dtype = jnp.dtype(settings.activation_dtype or dtype)
     weights = weight_bytes(model, mesh, jnp.float32, trained_part)
     rows = -(-batch.rows // num_row_shards(mesh))
@@ -136,12 +137,12 @@ def step_items(
     token = activation_bytes(model, mesh, remat=remat, dtype=activation_dtype)
     # Logits of one chunk, their probabilities, and their gradient.
     logits = 3 * rows * batch.head_chunk * logit_bytes(model, mesh)
-    if remat:
+    if remat == "full":
         cheaper = "Set model.dtype to bfloat16" if dtype != "bfloat16" else _MORE_DEVICES
         shorter = f"rows={batch.rows}" if rows > 1 else f"row_len={batch.row_len}"
         smaller = f"Lower batch.{shorter}"
     else:
-        cheaper = smaller = "Set model.remat to true"
+        cheaper = smaller = "Set model.remat to full"
     return [
         MemoryItem("gradients", weights, _less_trained(settings)),
         MemoryItem("microbatch gradients and gathered weights", weights + used, cheaper),

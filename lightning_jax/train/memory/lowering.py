@@ -14,7 +14,7 @@ from lightning_jax.models.mesh import batch_sharding
 from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.transformer import param_shapes
 from lightning_jax.rl.batches.batching import make_batches
-from lightning_jax.rl.batches.microbatches import bundles
+from lightning_jax.rl.batches.microbatches import bundles, cut_pairs
 from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rl.losses.objectives import metric_names
 from lightning_jax.rl.sequence import LikelyTokens, TeacherScores, TrainingSequence
@@ -23,12 +23,18 @@ from lightning_jax.rl.update.updater import Updater
 
 
 def lower_step(
-    updater: Updater, dtype: str, distill: DistillConfig, *, has_kl: bool = False
+    updater: Updater,
+    dtype: str,
+    distill: DistillConfig,
+    *,
+    has_kl: bool = False,
+    num_pairs: int | None = None,
 ) -> tuple[Any, Any]:
     """Return the two lowered programs of a step, without a value head.
 
     These are the gradients of a bundle of microbatches, and the optimizer update. Frozen weights
-    have `dtype`. With `has_kl` the loss reads a reference.
+    have `dtype`. With `has_kl` the loss reads a reference. `num_pairs` is one of `pair_sizes`, by
+    default the largest.
     """
     functions: Any = updater.functions
     whole = NamedSharding(updater.mesh, PartitionSpec())
@@ -36,6 +42,8 @@ def lower_step(
     params, policies = state.params, updater.policies
     smallest = _smallest_sequence(None if policies is None else 0, distill)
     (batch,), _ = make_batches([smallest], updater.batch)
+    if num_pairs is not None:
+        batch = cut_pairs(batch, num_pairs)
     batch = jax.tree.map(lambda leaf: _abstract(leaf, batch_sharding(updater.mesh)), batch)
     reference = params if has_kl else None
     ((bundle, count),) = bundles([batch])

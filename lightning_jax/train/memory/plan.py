@@ -5,6 +5,7 @@ or for simulated or absent ones (targets.py). It takes the step's memory from th
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lightning_jax.engine.replicas import split_by_data
+from lightning_jax.models.config import AUTO, REMAT_KINDS, RematKind
 from lightning_jax.models.formats.load import load_shape
 from lightning_jax.models.lora import adapted_shape
 from lightning_jax.models.memory import shares_frozen
@@ -55,6 +57,9 @@ class Plan:
     devices: str
     capacity: int | None  # bytes of a device, or None if unknown
     limit: Limit | None = None  # of this process, if the devices are its CPUs
+    remat: RematKind = "none"  # what the update recomputes
+    # If the plan chose `remat`: kinds that recompute less, each with the bytes that it would need.
+    larger: tuple[tuple[RematKind, int], ...] = ()
 
     @property
     def total(self) -> int:
@@ -86,20 +91,46 @@ def make_plan(
 ) -> Plan:
     """Return the plan from shapes, for `devices` (default: all devices here).
 
-    It is exact for arrays that are kept, and an estimate for the temporaries of a step. If the
-    devices are this process's CPUs, `limit` is what the process may hold. The plan then includes
-    what it holds beside the arrays, and `capacity` is by default a device's share of the limit.
+    It is exact for arrays that are kept, and an estimate for the temporaries of a step. With
+    `model.remat: auto` it recomputes as little as fits in `TIGHT` of the capacity, or what needs
+    least if nothing does. If the devices are this process's CPUs, `limit` is what the process may
+    hold. The plan then includes what it holds beside the arrays, and `capacity` is by default a
+    device's share of the limit.
     """
     here = process_items(model, config) if limit else []
     plan_limit = limit if capacity is None else None
     if plan_limit is not None:
         capacity = plan_limit.num_bytes // jax.local_device_count()
     training = make_mesh(config.mesh, devices)
-    moments = _moments(model, config, training, devices, here)
-    during, items = max(moments.items(), key=lambda item: sum(p.num_bytes for p in item[1]))
+    setting = config.model.remat
+    kinds: tuple[RematKind, ...] = REMAT_KINDS if setting == AUTO else (setting,)
+    peaks = [_peak(model, config, kind, devices, here) for kind in kinds]
+    totals = [sum(item.num_bytes for item in items) for _, items in peaks]
+    allowed = math.inf if capacity is None else max(TIGHT * capacity, min(totals))
+    index = next(index for index, total in enumerate(totals) if total <= allowed)
+    during, items = peaks[index]
+    larger = tuple(zip(kinds[:index], totals[:index], strict=True))
     sizes = " ".join(f"{axis}={size}" for axis, size in training.shape.items())
-    kind = training.devices.flat[0].device_kind
-    return Plan(tuple(items), during, f"{training.size} x {kind}, {sizes}", capacity, plan_limit)
+    on = f"{training.size} x {training.devices.flat[0].device_kind}, {sizes}"
+    return Plan(tuple(items), during, on, capacity, plan_limit, kinds[index], larger)
+
+
+def _peak(
+    model: DecoderConfig,
+    config: Config,
+    remat: RematKind,
+    devices: Sequence[Any] | None,
+    here: list[MemoryItem],
+) -> tuple[str, list[MemoryItem]]:
+    """Return the fullest of `_moments` if an update recomputes `remat`."""
+    config = with_remat(config, remat)
+    moments = _moments(model, config, make_mesh(config.mesh, devices), devices, here)
+    return max(moments.items(), key=lambda item: sum(part.num_bytes for part in item[1]))
+
+
+def with_remat(config: Config, remat: RematKind) -> Config:
+    """Return the settings with the kind of recomputation that a plan chose."""
+    return replace(config, model=replace(config.model, remat=remat))
 
 
 def _moments(
@@ -170,6 +201,7 @@ def compile_plan(
     algorithm = replace(config.algorithm, credit="identical", value_coef=0.0)
     config = replace(config, algorithm=algorithm)
     plan = make_plan(model, config, capacity, devices, limit=limit)
+    config = with_remat(config, plan.remat)
     if plan.during != "an update":
         return plan
     if devices is not None:  # JAX caches programs for absent devices but cannot load them
@@ -220,7 +252,10 @@ def one_line(plan: Plan) -> str:
     """Format the plan as one log line."""
     items = ", ".join(f"{item.name} {item.num_bytes / GIB:.2f}" for item in plan.items)
     of = "" if plan.capacity is None else f" of {_gib(plan.capacity)}"
-    return f"planned memory per device: {_gib(plan.total)}{of} ({items}) on {plan.devices}"
+    return (
+        f"planned memory per device: {_gib(plan.total)}{of} ({items}) on {plan.devices}; "
+        f"{_recomputation(plan)}"
+    )
 
 
 def as_table(plan: Plan) -> str:
@@ -228,10 +263,20 @@ def as_table(plan: Plan) -> str:
     ordered = sorted(plan.items, key=lambda item: -item.num_bytes)
     lines = [f"{item.num_bytes / GIB:10.3f} GiB  {item.name}" for item in ordered]
     lines = [f"per device of {plan.devices}, during {plan.during}:", *lines]
+    lines.insert(1, f"           {_recomputation(plan)}")
     lines.append(f"{plan.total / GIB:10.3f} GiB  total")
     if plan.capacity is not None:
         lines.append(f"{plan.capacity / GIB:10.3f} GiB  capacity of a device")
     return "\n".join(lines)
+
+
+def _recomputation(plan: Plan) -> str:
+    """Say what an update recomputes and, if the plan chose it, why not less."""
+    choice = f"model.remat={plan.remat}"
+    if not plan.larger or plan.capacity is None:
+        return choice
+    needs = ", ".join(f"{kind} needs {_gib(total)}" for kind, total in plan.larger)
+    return f"{choice}: of at most {_gib(int(TIGHT * plan.capacity))} ({TIGHT:.0%}), {needs}"
 
 
 def device_capacity() -> int | None:

@@ -13,9 +13,10 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import topologies
 
 from lightning_jax.settings import ConfigError
+from lightning_jax.system.accelerators import ACCELERATORS
 
-# Properties that XLA's GPU compiler needs, in bytes and bytes per second. From NVIDIA's data sheets
-# and from queries of the cards.
+# Properties that XLA's GPU compiler needs beside the bandwidth of memory, in bytes. From NVIDIA's
+# data sheets and from queries of the cards.
 _HOPPER = {
     "cuda_compute_capability": "{ major: 9 feature_extension: ACCELERATED_FEATURES }",
     "core_count": 132,
@@ -34,17 +35,14 @@ _GPUS: dict[str, dict[str, Any]] = {
         "l2_cache_size": 41943040,
         "shared_memory_per_core": 167936,
         "shared_memory_per_block_optin": 166912,
-        "memory_bandwidth": 2039040000000,
         "device_memory_size": 85100068864,
     },
     "h100": {
         **_HOPPER,
-        "memory_bandwidth": 3352320000000,
         "device_memory_size": 84942979072,
     },
     "h200": {
         **_HOPPER,
-        "memory_bandwidth": 4800000000000,
         "device_memory_size": 151397597184,
     },
 }
@@ -94,7 +92,8 @@ def target_devices(target: str) -> tuple[Sequence[Any], int | None]:
 
 
 def _gpus(target: str, name: str, number: int) -> Sequence[Any]:
-    facts = "\n".join(f"{key}: {value}" for key, value in (_ANY_GPU | _GPUS[name]).items())
+    rates = {"memory_bandwidth": ACCELERATORS[name].bandwidth}
+    facts = "\n".join(f"{key}: {value}" for key, value in (_ANY_GPU | _GPUS[name] | rates).items())
     described = (
         f"gpu_device_info {{ {facts} }}\n"
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}\n'

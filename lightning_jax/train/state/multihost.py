@@ -17,8 +17,10 @@ import jax
 import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
+from pydantic import TypeAdapter
 
 from lightning_jax.errors import UserError
+from lightning_jax.models.config import RematKind
 from lightning_jax.settings import ConfigError
 from lightning_jax.train.config import DistributedConfig
 
@@ -31,6 +33,7 @@ Arguments = TypeVarTuple("Arguments")
 _POLL_S = 30
 _HEED_S = 1.0
 _STOP = "lightning_jax/stop"
+_REMAT = "lightning_jax/remat"
 _SMALLEST = 1 << 16  # minimum bytes per broadcast; sizes are powers of two, one compile each
 
 
@@ -132,6 +135,18 @@ def _asked_to_stop() -> str | None:
         return None
 
 
+def agree_on_remat(chosen: RematKind | None = None) -> RematKind:
+    """Return the kind that process 0 has `chosen`, because all processes run the same programs.
+
+    The others call this without one, and wait.
+    """
+    if chosen is None:
+        return TypeAdapter(RematKind).validate_python(_wait_for(_REMAT))
+    if jax.process_count() > 1:
+        _journal().key_value_set(_REMAT, chosen)
+    return chosen
+
+
 class Leader(Generic[Target]):
     """Caller of the methods of `target` in all processes at once, used by process 0.
 
@@ -172,7 +187,7 @@ class Leader(Generic[Target]):
 def follow(target: Any) -> None:
     """Call on `target` each method that process 0 sends, until process 0 lets this process end."""
     for received in itertools.count():
-        size = _wait_for(_key(received))
+        size = int(_wait_for(_key(received)))
         command = pickle.loads(_broadcast(b"", size))
         if command is None:
             return
@@ -184,15 +199,15 @@ def _key(number: int) -> str:
     return f"lightning_jax/command/{number}"
 
 
-def _wait_for(key: str) -> int:
-    """Return the size of the next command.
+def _wait_for(key: str) -> str:
+    """Return what process 0 sets for a key.
 
-    A command may take as long as the rollouts of a step to arrive. The wait uses the coordinator's
-    key-value store, because a wait inside a device program would look like a hang.
+    The next command may take as long as the rollouts of a step to arrive. The wait uses the
+    coordinator's key-value store, because a wait inside a device program would look like a hang.
     """
     while True:
         try:
-            return int(_journal().blocking_key_value_get(key, _POLL_S * 1000))
+            return _journal().blocking_key_value_get(key, _POLL_S * 1000)
         except JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise

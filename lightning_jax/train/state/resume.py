@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 HARMLESS = (
     "run_dir", "num_steps", "eval.", "checkpoint.", "serve.", "rollout.concurrency",
     "rollout.retry_delay_s", "rollout.max_retry_delay_s", "rollout.ahead", "mesh.", "distributed.",
-    "cluster.", "agent.max_processes", "agent.memory_mib", "agent.workers", "agent.remote_workers",
-    "agent.lease_s", "agent.idle_s", "metrics.", "traces.",
+    "cluster.", "model.remat", "agent.max_processes", "agent.memory_mib", "agent.workers",
+    "agent.remote_workers", "agent.lease_s", "agent.idle_s", "metrics.", "traces.",
     "learn.num_steps",
 )  # fmt: skip
 
 # Settings that affect a step's update but not the rollouts of existing weights.
 LEARNING = (
-    "optimizer.", "algorithm.", "distill.", "batch.", "warmup.", "rewards.", "model.remat", "hooks",
+    "optimizer.", "algorithm.", "distill.", "batch.", "warmup.", "rewards.", "hooks",
 )  # fmt: skip
 
 

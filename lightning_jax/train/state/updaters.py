@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_jax.models.config import AUTO
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.rl.adapters import AdapterPolicies
@@ -19,7 +20,8 @@ def phase_updater(
 ) -> Updater:
     """Return the updater of the warm-up (`supervised`) or of the policy phase.
 
-    It uses a mesh of `devices`, by default of all devices. Raises ConfigError if the mesh does not
+    It uses a mesh of `devices`, by default of all devices. With `model.remat: auto`, which a run's
+    memory plan replaces, nothing is recomputed. Raises ConfigError if the mesh does not
     divide batch.rows.
     """
     table, policies = config.policy_table, None
@@ -34,7 +36,7 @@ def phase_updater(
         config.batch,
         mesh=make_mesh(config.mesh, devices),
         dtype=config.model.dtype,
-        remat=config.model.remat,
+        remat="none" if config.model.remat == AUTO else config.model.remat,
         policies=policies,
         seed=config.seed,
     )

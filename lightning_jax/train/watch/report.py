@@ -56,7 +56,10 @@ def serve_metrics(before: Metrics, after: Metrics) -> Metrics:
     """Return the server's metrics between two readings of its counters."""
     did = {name: after[name] - before[name] for name in after if name in before}
     prompt = did["serve/prefill_tokens"] + did["serve/prefix_hit_tokens"]
-    return {
+    of_bandwidth: Metrics = {}
+    if seconds := did.get("serve/decode_s"):  # of accelerators of known bandwidth
+        of_bandwidth["serve/bandwidth_share"] = did["serve/decode_bound_s"] / seconds
+    return of_bandwidth | {
         "serve/prefix_hit_share": did["serve/prefix_hit_tokens"] / max(prompt, 1.0),
         "serve/compiles": after["serve/compiles"],
         **{f"serve/{name}": did[f"serve/{name}"] for name in SERVED},

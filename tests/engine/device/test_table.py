@@ -40,15 +40,15 @@ def test_settings_arrive_as_they_are() -> None:
 
 def test_only_the_slots_that_step_are_counted() -> None:
     table = filled()
-    assert table.length([1, 3]) == 9
+    assert table.positions([1, 3]).tolist() == [5, 9]
     table.next_steps([1])
     table.next_steps([1], 4)
     rows = read_rows(jnp.asarray(table.next_steps([3])))
     assert rows.position.tolist() == [0, 10, 0, 9] and rows.count.tolist() == [0, 5, 0, 0]
     assert rows.is_first.tolist() == [False, False, False, True]
-    assert table.counts().tolist() == [0, 5, 0, 1] and table.length([1]) == 10
+    assert table.counts().tolist() == [0, 5, 0, 1] and table.positions([1]) == 10
     table.begin(1, token=3, position=2, sampling=SAMPLING, seed=0)
-    assert table.counts()[1] == 0 and table.length([1]) == 2
+    assert table.counts()[1] == 0 and table.positions([1]) == 2
 
 
 def test_steps_on_the_device_count_as_those_of_the_host() -> None:

@@ -7,17 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lightning_jax.models.config import MeshConfig
+from lightning_jax.models.mesh import make_mesh
+from lightning_jax.rl.batches import microbatches
+from lightning_jax.rl.batches.batch import MaskBatch
 from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.batches.microbatches import (
     BUNDLE_ON,
     bundles,
+    cut_pairs,
     fold_bundle,
     map_bundle,
     measure,
+    pair_sizes,
+    place_batches,
     values_by_call,
 )
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rl.gae import state_sequences
+from lightning_jax.rl.sequence import LikelyTokens, TeacherScores
 from lightning_jax.testing.records import sequence, trajectory, transition
 
 BUNDLE = BUNDLE_ON["cpu"]
@@ -55,6 +63,46 @@ def test_a_program_takes_those_that_count_in_their_order():
     found = jax.jit(fold_bundle, static_argnums=2)(*bundles(batches(3))[0], add, jnp.zeros(2))
     # Two targets per microbatch with advantages 0, 1 and 2 sum to 6. Indices 0, 1 and 2 sum to 3.
     np.testing.assert_array_equal(found, [6.0, 3.0])
+
+
+def test_an_accelerators_rows_have_three_numbers_of_pairs():
+    def sizes(platform: str, **shape: int) -> tuple[int, ...]:
+        return pair_sizes(BatchConfig(**shape), platform)
+
+    assert sizes("cuda", max_targets=2048, head_chunk=256) == (512, 1024, 2048)
+    # Of 10 chunks a quarter is 3.
+    assert sizes("tpu", max_targets=40, head_chunk=4) == (12, 20, 40)
+    assert sizes("cuda", max_targets=8, head_chunk=4) == (4, 8)
+    assert sizes("cuda", max_targets=4, head_chunk=4) == (4,)
+    assert sizes("cpu", max_targets=2048, head_chunk=256) == (2048,)  # skips chunks itself
+
+
+def test_batches_get_the_least_size_that_holds_their_pairs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(microbatches, "pair_sizes", lambda *_: (4, 8, 16))
+    shape = BatchConfig(rows=2, row_len=64, max_targets=16, head_chunk=4)
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    for number, size in ((1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16)):
+        (batch,), _ = make_batches([sequence([9], list(range(1, number + 1)))], shape)
+        (found,) = place_batches([batch], shape, mesh)
+        assert found.distinct.ids.shape == found.distinct.nodes.shape == (2, size)
+        assert found.target_ids.shape == found.distinct.of_targets.shape == (2, 16)
+        assert (found.distinct.ids >= 0).sum() == number
+        np.testing.assert_array_equal(found.distinct.ids, batch.distinct.ids[:, :size])
+
+
+def test_a_teachers_tokens_and_masks_are_cut_with_their_pairs():
+    top = LikelyTokens(np.ones((2, 3), np.int32), np.zeros((2, 3), np.float32))
+    call = dataclasses.replace(
+        sequence([1], [2, 3]), temperature=0.5, teacher_scores=TeacherScores((0.0, 0.0), top)
+    )
+    (batch,), _ = make_batches([call], SHAPE)
+    masks = MaskBatch(np.zeros((1, 2, 5), np.uint8), np.zeros((1, 8), np.int32))
+    masked = dataclasses.replace(batch.distinct, masks=masks)
+    cut = cut_pairs(dataclasses.replace(batch, distinct=masked), 2)
+    assert cut.distinct.temperatures.shape == cut.distinct.masks.of_pairs.shape == (1, 2)
+    assert cut.distinct.masks.table.shape == (1, 2, 5)
+    assert cut.teacher.top.ids.shape == cut.teacher.top.logprobs.shape == (1, 2, 3)
+    assert cut.teacher.logprobs.shape == (1, 8)
 
 
 def test_each_is_measured_and_padding_is_not():

@@ -54,13 +54,16 @@ def row(num_tokens: float, entropy: float, **more: float) -> dict[str, float]:
 
 def test_a_joint_row_counts_adds_and_weighs() -> None:
     some = row(1.0, 4.0, grad_norm=3.0, ratio_max=2.0, tokens_naive=10.0, tokens_per_s=5.0)
+    some |= {"train/tokens_forest": 6.0, "train/forest_tokens_per_s": 3.0, "train/mfu": 0.3}
     others = row(3.0, 8.0, grad_norm=4.0, ratio_max=1.0, tokens_naive=40.0, tokens_per_s=10.0)
+    others |= {"train/tokens_forest": 8.0, "train/forest_tokens_per_s": 2.0, "train/mfu": 0.6}
     some["train/without_teacher"], others["train/without_teacher"] = 3.0, 2.0
     joined = join_metrics(ROWS, [some | {"time/batching_s": 1.0}, others])
     assert joined["train/without_teacher"] == 5.0
     assert joined["train/entropy"] == 7.0  # (1 x 4 + 3 x 8) / 4
     assert joined["train/num_tokens"] == 4.0 and joined["train/num_updates"] == 2.0
     assert joined["train/grad_norm"] == 5.0 and joined["train/ratio_max"] == 2.0
+    assert joined["train/mfu"] == pytest.approx((2 * 0.3 + 4 * 0.6) / 6)
     assert joined["train/tokens_per_s"] == pytest.approx(50 / 6)  # 10 in 2 s, then 40 in 4 s
     assert joined["train/entropy/policy=a"] == 4.0
     assert joined["time/batching_s"] == 1.0 and "time/batching_s/policy=a" not in joined

@@ -184,7 +184,10 @@ def test_forbidden_tokens_have_no_mass_and_no_gradient(width: int) -> None:
 def test_bfloat16_states_and_head_lose_no_more_than_the_rounding_of_the_result(
     temperature: float | None,
 ) -> None:
-    """Check against float32 on the same rounded inputs. One rounding is 1.7e-3 on average."""
+    """Check against float32 on the same rounded inputs. One rounding is 1.7e-3 on average.
+
+    Gradients have two, of the logits' gradients and of the result.
+    """
     _, once = alike()
     if temperature is not None:
         temperatures = jnp.full(once.distinct.ids.shape, temperature)
@@ -202,5 +205,62 @@ def test_bfloat16_states_and_head_lose_no_more_than_the_rounding_of_the_result(
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     head, states = (jax.tree.leaves(tree)[0].astype(jnp.float32) for tree in grads)
     exact_head, exact_states = (jax.tree.leaves(tree)[0] for tree in exact)
-    assert np.linalg.norm(head - exact_head) < 2e-3 * np.linalg.norm(exact_head)
+    assert np.linalg.norm(head - exact_head) < 3e-3 * np.linalg.norm(exact_head)
     assert np.linalg.norm(states - exact_states) < 4e-3 * np.linalg.norm(exact_states)
+
+
+def test_bfloat16_gradients_of_the_head_against_float64() -> None:
+    """The reference has the same rounded inputs and no other rounding.
+
+    Each side of a product is rounded once more (2**-9 at most) and the result once, so the error
+    of all numbers together is well below 4e-3. Sums in bfloat16 would be off by several per cent:
+    a chunk has 1,024 targets here.
+    """
+    rng = np.random.default_rng(5)
+    num_targets, width = 1024, MODEL.config.shape.embed_dim
+    nodes = jnp.asarray(rng.normal(size=(1, num_targets, width)), jnp.bfloat16)
+    table = jnp.asarray(0.1 * rng.normal(size=(259, width)), jnp.bfloat16)
+    ids, weights = rng.integers(0, 259, num_targets), 1.0 + rng.random(num_targets)
+    batch = dataclasses.replace(
+        BATCH,
+        target_nodes=jnp.arange(num_targets)[None],
+        target_ids=jnp.asarray(ids, jnp.int32)[None],
+        target_mask=jnp.ones((1, num_targets), bool),
+    )
+
+    @jax.jit
+    def grads(params: Any, nodes: Any) -> Any:
+        def weighed(params: Any, nodes: Any) -> Any:
+            scores = score_nodes(params, batch, nodes, Head(TIED), head_chunk=num_targets)
+            return (jnp.asarray(weights)[None] * scores.logprobs).sum()
+
+        return jax.grad(weighed, argnums=(0, 1))(params, nodes)
+
+    head, states = grads({"embed": {"embedding": table}}, nodes)
+    hidden, kernel = (np.asarray(array, np.float64) for array in (nodes[0], table))
+    logits = hidden @ kernel.T
+    probs = np.exp(logits - logits.max(axis=1, keepdims=True))
+    probs /= probs.sum(axis=1, keepdims=True)
+    of_logits = weights[:, None] * (np.eye(259)[ids] - probs)
+    for got, want in (
+        (head["embed"]["embedding"], of_logits.T @ hidden),
+        (states[0], of_logits @ kernel),
+    ):
+        assert got.dtype == jnp.bfloat16
+        error = np.linalg.norm(np.asarray(got, np.float64) - want)
+        assert error < 4e-3 * np.linalg.norm(want)
+
+
+def test_chunks_of_padding_change_nothing_where_none_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run() -> Any:
+        read = functools.partial(in_chunks, batch=alike()[1])  # a new function is traced anew
+        return value_and_grads(read, head_params(MODEL.params, None), NODE_STATES, TIED)
+
+    skipped = run()
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *inputs, default, **_: default(*inputs)
+    )
+    for got, want in zip(*map(jax.tree.leaves, (run(), skipped)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

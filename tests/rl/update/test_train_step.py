@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lightning_jax.errors import InvalidValue
+from lightning_jax.models.config import REMAT_KINDS, RematKind
 from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.rl.batches.batching import make_batches
-from lightning_jax.rl.batches.microbatches import BUNDLE_ON, bundles, measure
+from lightning_jax.rl.batches.microbatches import BUNDLE_ON, bundles, cut_pairs, measure
 from lightning_jax.rl.config import BatchConfig, OptimizerConfig
 from lightning_jax.rl.losses.objectives import policy_objective, supervised_objective
 from lightning_jax.rl.sequence import TrainingSequence
@@ -263,10 +264,25 @@ def test_more_padding_and_other_rows_change_nothing():
         np.testing.assert_allclose(padded_sums[name], value, rtol=1e-4, atol=1e-6)
 
 
+def test_fewer_places_for_pairs_change_nothing():
+    calls = on_policy([*conversation(0), *conversation(1)])
+    expected, sums, _ = forest_gradient(calls)
+    made, (batch,) = functions(), make_batches(calls, SHAPE)[0]
+    cut = cut_pairs(batch, 3 * SHAPE.head_chunk)
+    num_pairs = (batch.distinct.ids >= 0).sum(axis=1).max()
+    assert num_pairs <= cut.distinct.ids.shape[1] < batch.distinct.ids.shape[1]
+    start = zero_accumulators(made, MODEL.params)
+    grads, cut_sums = made.grads_fn(MODEL.params, *start, *bundles([cut])[0], None)
+    for got, want in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+    for name, value in sums.items():
+        np.testing.assert_allclose(cut_sums[name], value, rtol=1e-5, atol=1e-6)
+
+
 def test_logprobs_and_entropy_against_a_whole_softmax():
     (batch,), _ = make_batches(conversation(0), dataclasses.replace(SHAPE, rows=1))
     batch = jax.tree.map(jnp.asarray, batch)
-    run = functools.partial(response_logprobs, config=MODEL.config, remat=False, head_chunk=4)
+    run = functools.partial(response_logprobs, config=MODEL.config, remat="none", head_chunk=4)
     logprobs, entropy = jax.jit(run)(MODEL.params, batch=batch)
     plain = jax.jit(forward, static_argnums=1)
     hidden, _ = plain(MODEL.params, MODEL.config, batch.tokens, batch.positions, ends=batch.ends)
@@ -280,10 +296,11 @@ def test_logprobs_and_entropy_against_a_whole_softmax():
     assert not entropy[0, count:].any()
 
 
-def test_remat_gives_the_same_gradient():
+@pytest.mark.parametrize("remat", REMAT_KINDS)
+def test_remat_gives_the_same_gradient(remat: RematKind):
     calls = on_policy(conversation(0))
     objective = policy_objective(clip_low=CLIP, clip_high=CLIP)
-    made = make_train_functions(MODEL.config, SGD, objective, head_chunk=4, remat=True)
+    made = make_train_functions(MODEL.config, SGD, objective, head_chunk=4, remat=remat)
     (batch,), _ = make_batches(calls, SHAPE)
     start = zero_accumulators(made, MODEL.params)
     grads, _ = made.grads_fn(MODEL.params, *start, *bundles([batch])[0], None)

@@ -8,9 +8,11 @@ import jax
 import pytest
 from toy_runs import toy_config
 
+from lightning_jax.rl.batches import microbatches
 from lightning_jax.rl.config import BatchConfig
 from lightning_jax.testing.records import sequence
 from lightning_jax.train.hook import UpdateInput
+from lightning_jax.train.loop import hooks
 from lightning_jax.train.loop.hooks import CompileAhead
 from lightning_jax.train.loop.startup import load_trainable
 from lightning_jax.train.state.replica import Replica
@@ -40,6 +42,25 @@ def test_the_first_update_compiles_nothing_again(
     assert _num_compiled(caplog) == 2
     assert replica.update([sequence([1, 2], [3, 4])])["train/num_updates"] == 1
     assert _num_compiled(caplog) == 2
+    replica.close()
+
+
+def test_smaller_sizes_of_an_accelerator_are_compiled_while_rollouts_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (hooks, microbatches):
+        monkeypatch.setattr(module, "pair_sizes", lambda *_: (8, 16, 32))
+    batch = BatchConfig(rows=1, row_len=64, max_targets=32, head_chunk=8)
+    config = toy_config(Path("tiny"), tmp_path / "run", batch=batch)
+    replica = Replica(config, load_trainable(config))
+    ahead = CompileAhead(replica, 1)
+    ahead.rollout_ended(None)
+    ahead._thread.join()
+    assert _num_compiled(caplog) == 4  # a gradient of each size, and the optimizer's step
+    for number in (1, 8, 9, 17):
+        response = list(range(1, number + 1))
+        assert replica.update([sequence([1, 2], response)])["train/num_updates"] == 1
+    assert _num_compiled(caplog) == 4
     replica.close()
 
 

@@ -15,7 +15,14 @@ from coded import raises_coded
 
 from lightning_jax.cli.main import main
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
+from lightning_jax.models.config import (
+    REMAT_KINDS,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    PolicyConfig,
+    RematKind,
+)
 from lightning_jax.models.formats.families import SHAPES
 from lightning_jax.models.formats.load import load_shape, save_hf
 from lightning_jax.models.lora import adapted_shape
@@ -34,6 +41,7 @@ from lightning_jax.train.state.updaters import phase_updater
 
 CONFIGS = Path(__file__).parents[3] / "experiments" / "configs"
 MODEL = tiny_model(num_layers=1)
+DEEP = tiny_model(num_layers=4).config
 EMBEDDING = 259 * 32
 MATRICES = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64  # q, k, v, o; gate, up, down
 NORMS = 3 * 32
@@ -188,7 +196,7 @@ def adapters_of_8b(number: int, **mesh: int) -> dict[str, int]:
     """Return the plan of Qwen3-8B with adapters on `number` GPUs."""
     lora = LoraConfig(rank=16)
     config = Config(
-        model=ModelConfig(name="Qwen/Qwen3-8B", dtype="bfloat16", remat=True, lora=lora),
+        model=ModelConfig(name="Qwen/Qwen3-8B", dtype="bfloat16", remat="full", lora=lora),
         batch=BatchConfig(rows=number, row_len=4096, max_targets=2048, head_chunk=128),
         serve=ServeConfig(slots=32, max_len=4096),
         mesh=MeshConfig(**mesh),
@@ -279,9 +287,12 @@ def test_devices_of_their_own_hold_no_weights_that_serve() -> None:
             "serve.slots=2048",
         ),
         ({"serve": ServeConfig(slots=2048, max_len=16)}, "serve.prefix_cache_mib=32"),
-        ({"batch": BatchConfig(rows=512, row_len=2048)}, "model.remat"),
         (
-            {"batch": BatchConfig(rows=512, row_len=2048), "model": ModelConfig(remat=True)},
+            {"batch": BatchConfig(rows=512, row_len=2048), "model": ModelConfig(remat="none")},
+            "model.remat",
+        ),
+        (
+            {"batch": BatchConfig(rows=512, row_len=2048), "model": ModelConfig(remat="full")},
             "batch.rows=512",
         ),
         ({"batch": BatchConfig(rows=64, row_len=64, head_chunk=1024)}, "batch.head_chunk=1024"),
@@ -301,11 +312,60 @@ def test_too_large_names_the_setting(changes: dict, setting: str) -> None:
     plan.check_plan(dataclasses.replace(made, capacity=None))
 
 
+def test_activations_by_hand() -> None:
+    """Layers of width 32 with 4 heads of 8, of which 2 for keys, and an MLP of 64, for 64 rows."""
+
+    def found(remat: RematKind, model: ModelConfig = CONFIG.model) -> int:
+        config = plan.with_remat(dataclasses.replace(CONFIG, model=model), remat)
+        return sizes(plan.make_plan(DEEP, config))["activations"] // (8 * 64)
+
+    layer = 4 * 32 + 3 * 32 + 3 * 16 + 3 * 64
+    assert found("none") == 4 * 5 * layer
+    assert found("full") == 4 * (4 * 32 + 2 * layer)
+    results = 32 + 4  # of attention, with the log-sums of 4 heads
+    assert found("attention") == 4 * (4 * (32 + results) + 2 * layer)
+    assert found("mlp") == 4 * (4 * (32 + results + 32 + 2 * 16 + 2 * 64) + 2 * layer)
+    narrow = found("attention", ModelConfig(dtype="bfloat16"))
+    assert narrow == found("attention") // 2 + 4 * 2 * 4  # log-sums stay float32
+
+
+def test_the_plan_recomputes_as_little_as_fits() -> None:
+    totals = {
+        kind: plan.make_plan(DEEP, plan.with_remat(CONFIG, kind)).total for kind in REMAT_KINDS
+    }
+    assert list(totals.values()) == sorted(totals.values(), reverse=True)
+    for kind, total in totals.items():
+        made = plan.make_plan(DEEP, CONFIG, int(total / plan.TIGHT) + 1)
+        assert made.remat == kind and made.total == total
+        assert dict(made.larger) == {k: n for k, n in totals.items() if n > total}
+        for name in (kind, *dict(made.larger)):
+            assert name in plan.as_table(made) and name in plan.one_line(made)
+    # Without a capacity nothing is recomputed. If nothing fits, what needs least is refused.
+    assert plan.make_plan(DEEP, CONFIG).remat == "none"
+    assert plan.make_plan(DEEP, CONFIG, 1000).remat == "full"
+    # A setting that was given stays.
+    given = plan.make_plan(DEEP, plan.with_remat(CONFIG, "mlp"), 10**12)
+    assert given.remat == "mlp" and given.larger == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("true", "full"), ("false", "none"), ("mlp", "mlp"), ("none", "none")]
+)
+def test_configs_of_older_runs_load(tmp_path: Path, text: str, kind: RematKind) -> None:
+    """Before 0.2, `model.remat` was true or false."""
+    (tmp_path / "config.yaml").write_text(f"model:\n  remat: {text}\n")
+    assert load_config(Config, [str(tmp_path / "config.yaml")]).model.remat == kind
+    assert load_config(Config, [f"model.remat={text}"]).model.remat == kind
+    assert Config().model.remat == "auto"
+    with raises_coded(ConfigError, "unknown", "model.remat"):
+        load_config(Config, ["model.remat=half"])
+
+
 def test_the_command_compiles_and_compares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_hf(tmp_path / "tiny", MODEL)
-    model = ModelConfig(name=str(tmp_path / "tiny"), remat=True)
+    model = ModelConfig(name=str(tmp_path / "tiny"), remat="full")
     config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(fsdp=8))
     save_config(config, tmp_path / "config.yaml")
     arguments = ["plan", "--config", str(tmp_path / "config.yaml"), "--device-gib"]

@@ -12,7 +12,7 @@ from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.train.config import Config, WarmupConfig
 from lightning_jax.train.directory import SOURCES
-from lightning_jax.train.state.resume import changed_sources, digests
+from lightning_jax.train.state.resume import changed_sources, digests, find_changes
 
 
 @pytest.mark.parametrize("text", ["", '{"train tasks": "ab', "[1]"])
@@ -20,6 +20,11 @@ def test_damaged_digests_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / SOURCES).write_text(text)
     with raises_coded(ConfigError, "malformed", str(tmp_path / SOURCES)):
         changed_sources(tmp_path, {})
+
+
+def test_what_an_update_recomputes_makes_no_other_run(tmp_path: Path) -> None:
+    keys = ["model.remat", "mesh.fsdp", "model.dtype"]
+    assert find_changes(tmp_path, keys, {}) == ["model.dtype"]
 
 
 def test_an_edited_file_and_other_tasks_are_named(tmp_path: Path) -> None:

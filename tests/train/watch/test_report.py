@@ -4,13 +4,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
 from lightning_jax.train.watch.report import (
+    SERVED,
     checkpoint_line,
     failure_table,
     learning_table,
     result_table,
+    serve_metrics,
 )
 from lightning_jax.types import Rollout, RolloutStatus, Span
 
@@ -105,6 +109,18 @@ def test_failures_are_told_by_reason_with_an_example(tmp_path: Path) -> None:
     assert re.fullmatch(r"\W*agent\W*2 deadline\b.*\br1: it took long 1", agent)
     assert re.fullmatch(r"\W*call\W*1 call_timeout\b.*\br0", call_)
     store.close()
+
+
+def test_the_share_of_bandwidth_is_that_of_the_time_between_two_readings() -> None:
+    names = ("prefill_tokens", "prefix_hit_tokens", "compiles", *SERVED)
+    before = {f"serve/{name}": 0.0 for name in names}
+    after = {name: 4.0 for name in before}
+    assert "serve/bandwidth_share" not in serve_metrics(before, after)  # on a CPU
+    before |= {"serve/decode_s": 1.0, "serve/decode_bound_s": 0.5}
+    idle = after | {"serve/decode_s": 1.0, "serve/decode_bound_s": 0.5}
+    assert "serve/bandwidth_share" not in serve_metrics(before, idle)
+    after |= {"serve/decode_s": 3.0, "serve/decode_bound_s": 1.3}
+    assert serve_metrics(before, after)["serve/bandwidth_share"] == pytest.approx(0.4)
 
 
 def test_the_size_of_checkpoints_is_reported(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""Floating-point operations of an update, as its model needs them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_jax.models.config import KERNELS
+from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.rl.batches.batch import Batch
+from lightning_jax.system.accelerators import find_accelerator
+from lightning_jax.types import Metrics
+
+MFU = "train/mfu"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Size of microbatches, without padding."""
+
+    tokens: int  # nodes of the forest
+    pairs: int  # of a query and a key that it sees
+    targets: int  # pairs of a node and a token, for which the LM head runs
+
+
+def work_of(batches: Sequence[Batch]) -> Work:
+    """Return the size of microbatches on the host, as `make_batches` returns them."""
+    tokens = pairs = targets = 0
+    for batch in batches:
+        seen = batch.ends - np.arange(batch.ends.shape[1])
+        # A padding node is a tree of its own at position 0; a prompt's root has descendants.
+        is_used = (batch.positions > 0) | (seen > 1)
+        tokens += int(is_used.sum())
+        pairs += int(seen[is_used].sum())
+        targets += int((batch.distinct.ids >= 0).sum())
+    return Work(tokens, pairs, targets)
+
+
+def gradient_flops(model: DecoderConfig, work: Work) -> int:
+    """Return the floating-point operations of a gradient, without recomputation.
+
+    They are, for L layers of N weights in kernels, H heads of D, V tokens and width E,
+
+        L (6 N tokens + 12 H D pairs) + 6 V E targets
+
+    Each weight costs 2 per token forward, 2 for the gradient of its input and 2 for its own, which
+    a weight that is frozen beside adapters has not. A pair costs 4 forward, in two products, and 8
+    backward, in four. Norms, rotary positions and activation functions are left out.
+    """
+    shape, lora = model.shape, model.execution.lora
+    heads, kv_heads = (n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads))
+    width, mlp = shape.embed_dim, shape.mlp_dim
+    sides = ((width, heads), (width, kv_heads), (width, kv_heads), (heads, width))
+    kernels = (*sides, (width, mlp), (width, mlp), (mlp, width))
+    sizes: dict[str, tuple[int, int]] = dict(zip(KERNELS, kernels, strict=True))
+    per_weight = 6 if lora is None else 4
+    layer = per_weight * sum(rows * columns for rows, columns in sizes.values())
+    if lora is not None:
+        layer += 6 * lora.rank * sum(sum(sizes[name]) for name in lora.targets)
+    attention = 12 * work.pairs * heads
+    head = per_weight * work.targets * shape.vocab_size * width
+    return shape.num_layers * (layer * work.tokens + attention) + head
+
+
+def mfu_metrics(
+    model: DecoderConfig, batches: Sequence[Batch], seconds: float, devices: Sequence[Any]
+) -> Metrics:
+    """Return the share of the devices' peak that `gradient_flops` in so many seconds are.
+
+    Empty if the peak is not known, as that of a CPU.
+    """
+    accelerator = find_accelerator(devices[0].device_kind)
+    if accelerator is None:
+        return {}
+    flops = gradient_flops(model, work_of(batches))
+    return {MFU: flops / seconds / (accelerator.flops * len(devices))}
