@@ -4,7 +4,6 @@ Nothing heavy is imported.
 """
 
 import argparse
-import re
 import shlex
 import shutil
 import sys
@@ -12,23 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning_jax.cli.command import Command, argument, flag
+from lightning_jax.cli.catalog import WITHOUT_DEPENDENCIES, copy_template, find_environment
+from lightning_jax.cli.command import Command, Index, UsageError, argument, flag
 from lightning_jax.cli.runtime import installed_version
-from lightning_jax.environments.gym import usable_levels
 from lightning_jax.errors import UserError
-
-STARTER = Path(__file__).parents[1] / "starter"  # has a folder for each template
 
 TEMPLATES = {
     "dates": "one call of the openai client; writes dates as YYYY-MM-DD",
     "tools": "a tool loop over the openai client; calculates with a tool",
     "roles": "a planner that trains and a worker that stays as it is",
     "langgraph": "a LangGraph agent that checks its reply and asks again",
-    "gym": "one question of a reasoning-gym family; `--gym NAME` chooses the family",
     "command": "a program, in any language: reads the task on stdin, prints the reward",
 }
 # Packages that a template's agent imports and lightning_jax does not require.
-NEEDED = {"langgraph": ("langgraph", "langchain-openai"), "gym": ("reasoning-gym",)}
+NEEDED = {"langgraph": ("langgraph", "langchain-openai")}
 
 
 class _ListAction(argparse.Action):
@@ -49,9 +45,21 @@ class New(Command):
     template: str = flag(
         "example to start from (default: %(default)s)", default="dates", choices=tuple(TEMPLATES)
     )
-    gym: str | None = flag(
-        "task family of reasoning-gym, such as chain_sum, with the template gym", "NAME"
+    env: str | None = flag(
+        "environment in place of a template, such as sums or gym:chain_sum; "
+        "`lightning-jax envs` lists them",
+        "NAME",
     )
+    mcp: str | None = flag(
+        "command of an MCP server in place of a template; a model drafts tasks for its tools",
+        "COMMAND",
+    )
+    url: str | None = flag(
+        "with --mcp: OpenAI-compatible server that drafts and judges (default: the policy); "
+        "its key is in $OPENAI_API_KEY"
+    )
+    model: str | None = flag("with --mcp: model of that server, or the policy's", "NAME")
+    drafts: Index = flag("with --mcp: drafts to try (default: %(default)s)", "N", default=48)
     show_list: None = flag(
         "list the templates and exit", name="--list", nargs=0, action=_ListAction
     )
@@ -62,37 +70,52 @@ class New(Command):
             raise UserError(
                 f"{folder} already exists; pass a new directory.", reason="exists", key="DIR"
             )
-        template = "gym" if self.gym else self.template
-        levels = usable_levels(self.gym) if self.gym else []
-        if self.gym and not levels:
-            raise UserError(
-                f"{self.gym} makes no tasks at its first levels; choose another family.",
-                reason="unusable",
-                key=self.gym,
-            )
-        source = STARTER / template
         try:
-            shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
+            needed = self._write()
         except OSError as error:
             raise UserError(
                 f"{folder} cannot be created ({error}); pass another path.",
                 reason="not_created",
                 key="DIR",
             ) from error
-        if self.gym:
-            config = folder / "config.yaml"
-            text = re.sub("family: .*", f"family: {self.gym}", config.read_text())
-            config.write_text(re.sub(r"levels: \[.*?\]", f"levels: {levels}", text))
-        for path in sorted(folder.iterdir()):
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             print(path)
         program = shutil.which("lightning-jax")  # None if the command is not on PATH
         command = "lightning-jax" if program else f"{shlex.quote(sys.executable)} -m lightning_jax"
-        needed = NEEDED.get(template, ())
         missing = [name for name in needed if installed_version(name) is None]
         print(f"\ncd {shlex.quote(str(folder))}")
-        if missing:
-            print(
-                f"pip install {shlex.join(missing)}   # not installed here; the agent imports them"
-            )
-        print(f"{command} try     # the agent once: calls, tokens, reward\n{command} train")
+        for option, names in (
+            ("", [name for name in missing if name not in WITHOUT_DEPENDENCIES]),
+            ("--no-deps ", [name for name in missing if name in WITHOUT_DEPENDENCIES]),
+        ):
+            if names:
+                print(f"pip install {option}{shlex.join(names)}   # not installed; it needs them")
+        print(f"{command} try     # the agent once: calls, tokens, reward")
+        print(f"{command} eval    # the untrained score\n{command} train")
         return 0
+
+    def _write(self) -> tuple[str, ...]:
+        """Write the directory, and return the packages that it needs. Raises UserError."""
+        sources = {
+            "--template": self.template != "dates",
+            "--env": self.env is not None,
+            "--mcp": self.mcp is not None,
+        }
+        names = [name for name, is_set in sources.items() if is_set]
+        if len(names) > 1:
+            raise UsageError.conflict(names[1], f"{' and '.join(names)} are both set; drop one.")
+        if self.mcp is None and (self.url or self.model):
+            raise UsageError.conflict("--mcp", "--url and --model are for --mcp; add it.")
+        if self.url and not self.model:
+            raise UsageError.missing("--model", "--url is set without --model; add it.")
+        if self.mcp is not None:
+            from lightning_jax.cli.new_mcp import Drafts, create
+
+            create(self.folder, Drafts(self.mcp, self.drafts, self.url, self.model))
+        elif self.env is not None:
+            choice = find_environment(self.env)
+            choice.write(self.folder)
+            return choice.environment.packages
+        else:
+            copy_template(self.template, self.folder)
+        return NEEDED.get(self.template, ())

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_jax.cli.commands.new import NEEDED, STARTER, TEMPLATES
+from lightning_jax.cli.catalog import ENVIRONMENTS, STARTER
+from lightning_jax.cli.commands.new import NEEDED, TEMPLATES
 from lightning_jax.cli.main import main
 from lightning_jax.settings import load_config
 from lightning_jax.testing.tiny import TINY_RUN
@@ -50,11 +51,11 @@ def test_template_passes_the_check_and_its_rollouts_are_scored(
 def test_each_template_has_a_folder_and_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    folders = {path.name for path in STARTER.iterdir() if (path / "agent.py").is_file()}
-    assert {line.split()[0] for line in lines} == folders == set(TEMPLATES)
-    assert all(
-        len((STARTER / name / "agent.py").read_text().splitlines()) <= 40 for name in folders
-    )
+    of_environments = {environment.template for environment in ENVIRONMENTS.values()} - {None}
+    assert {line.split()[0] for line in lines} == set(TEMPLATES)
+    assert {path.name for path in STARTER.iterdir()} == set(TEMPLATES) | of_environments | {"mcp"}
+    for name in TEMPLATES:
+        assert len((STARTER / name / "agent.py").read_text().splitlines()) <= 40
 
 
 def test_partial_rewards_of_templates_stay_small() -> None:
