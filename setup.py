@@ -1,8 +1,27 @@
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+EXAMPLES = ("agents", "experiments/data", "experiments/configs")  # what `new --env` copies
+
+
+class BuildWithExamples(build_py):
+    """Add the examples to the package, where `lightning_jax/cli/catalog.py` looks for them."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # they are found in the repository
+            return
+        for part in EXAMPLES:
+            target = Path(self.build_lib, "lightning_jax/examples", part)
+            skip = shutil.ignore_patterns("__pycache__", "*.pyc")
+            shutil.copytree(part, target, ignore=skip, dirs_exist_ok=True)
+
 
 setup(
+    cmdclass={"build_py": BuildWithExamples},
     name="lightning-jax",
     version="0.2.0",
     description="Train any LLM agent with reinforcement learning, in JAX",

@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
+EXAMPLES = ("agents", "experiments/data", "experiments/configs")  # for `new --env`
 NO_CACHE = shutil.ignore_patterns("__pycache__", "*.pyc")
 UV = (sys.executable, "-m", "uv", "--quiet")
 
@@ -65,6 +66,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the wheel built from the source distribution, as `pip install` would build it."""
     source = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "lightning_jax", source / "lightning_jax", ignore=NO_CACHE)
+    for part in EXAMPLES:
+        shutil.copytree(ROOT / part, source / part, ignore=NO_CACHE)
     for name in SOURCES:
         shutil.copy(ROOT / name, source)
     cache = source / "lightning_jax/cli/starter/dates/__pycache__"  # an imported agent leaves one
@@ -85,13 +88,25 @@ def metadata(wheel: Path) -> Message:
 
 def test_wheel_has_every_file_of_the_package_and_no_other(wheel: Path) -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "lightning_jax"],
+        [
+            "git",
+            "ls-files",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "lightning_jax",
+            *EXAMPLES,
+        ],
         cwd=ROOT,
         check=True,
         capture_output=True,
         text=True,
     ).stdout.splitlines()
-    expected = {path for path in listed if (ROOT / path).exists()}
+    expected = {
+        path if path.startswith("lightning_jax/") else f"lightning_jax/examples/{path}"
+        for path in listed
+        if (ROOT / path).exists()
+    }
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert found == expected and len(expected) > 200
@@ -161,6 +176,8 @@ def test_installed_wheel_trains_shows_and_serves(wheel: Path, tmp_path: Path) ->
     where, number = output(python, "-c", IMPORT_ALL).split()[-2:]
     assert Path(where).is_relative_to(environment) and int(number) > 200
     assert output(python, "-c", JETSTREAM).split()[-2:] == ["not_installed", "serve.orchestrator"]
+    output(command, "new", "sums", "--env", "sums")
+    assert (tmp_path / "sums/agents/from_scratch.py").is_file()
     output(command, "new", "dates")
     train = (command, "train", "num_steps=1", "eval.num_tasks=2")
     folder = tmp_path / "dates"

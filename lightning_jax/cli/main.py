@@ -25,6 +25,7 @@ from lightning_jax.system.text import log_plainly, with_marked_lines
 # Commands with module, class and a line for the list of commands.
 COMMANDS = {
     "new": ("new", "New", "create a directory with an example agent and tasks"),
+    "envs": ("envs", "Envs", "list the environments that `new --env` makes a directory of"),
     "try": ("without_training", "Try", "run the agent on one task and show the rollout"),
     "train": ("train", "Train", "train an agent on your own tasks"),
     "eval": ("without_training", "Eval", "score a policy on tasks without training"),

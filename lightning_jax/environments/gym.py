@@ -23,7 +23,7 @@ from lightning_jax.types import Task
 
 MAX_SIZE = 2**20  # tasks of a level; seeds of levels and splits are this far apart
 DEV_SEED = 2**28  # added to the seed for evaluation
-FIRST_LEVELS = (0, 1, 2)  # what `lightning-jax new --gym` offers
+FIRST_LEVELS = (0, 1, 2)  # what `lightning-jax new --env gym:NAME` offers
 COMBINED = {"composite"}  # needs a list of other families
 
 
@@ -90,14 +90,20 @@ def num_levels(family: str) -> int:
     return max((len(attribute.levels) for attribute in attributes), default=1)
 
 
-def usable_levels(family: str) -> list[int]:
-    """Return which of the first levels yield a task."""
-    levels = []
+def descriptions() -> dict[str, str]:
+    """Return the first line of each family's description, which may be empty, by its name."""
+    datasets = _package("reasoning_gym.factory").DATASETS
+    texts = {name: (datasets[name][0].__doc__ or "").strip() for name in families()}
+    return {name: text.partition("\n")[0].rstrip(".:") for name, text in texts.items()}
+
+
+def first_tasks(family: str) -> dict[int, list[Task]]:
+    """Return a few tasks of each of the first levels that yield one."""
+    by_level = {}
     for level in FIRST_LEVELS[: num_levels(family)]:
         with contextlib.suppress(UserError):
-            _of_level(family, level, 0, 4, "train")
-            levels.append(level)
-    return levels
+            by_level[level] = list(filter(None, _of_level(family, level, 0, 4, "train")))
+    return by_level
 
 
 def _generate(

@@ -187,9 +187,10 @@ def test_what_new_makes_trains_and_goes_on(
     assert made.splitlines() == [
         str(folder / name) for name in ("agent.py", "config.yaml", "tasks.jsonl")
     ]
-    enter, first, then = commands.splitlines()
+    enter, first, score, then = commands.splitlines()
     assert enter == f"cd {folder}"
-    assert first.startswith("lightning-jax try ") and then == "lightning-jax train"
+    assert first.startswith("lightning-jax try ") and score.startswith("lightning-jax eval ")
+    assert then == "lightning-jax train"
     monkeypatch.setattr("shutil.which", lambda name: None)  # the command is not on PATH
     assert main(["new", str(tmp_path / "other")]) == 0
     assert f"{sys.executable} -m lightning_jax train\n" in capsys.readouterr().out

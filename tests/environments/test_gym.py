@@ -14,6 +14,8 @@ from coded import raises_coded
 from lightning_jax.cli.main import main
 from lightning_jax.environments import gym
 from lightning_jax.errors import UserError
+from lightning_jax.settings import load_config
+from lightning_jax.train.config import Config
 
 
 @dataclasses.dataclass
@@ -110,7 +112,7 @@ def test_score_is_that_of_the_verifier_for_the_task_that_it_made() -> None:
 def test_levels_and_families_are_checked() -> None:
     assert gym.families() == ["flat", "sums"]
     assert gym.num_levels("sums") == 3 and gym.num_levels("flat") == 1
-    assert gym.usable_levels("sums") == [0, 1]  # the family refuses level 2 itself
+    assert list(gym.first_tasks("sums")) == [0, 1]  # the family refuses level 2 itself
     with raises_coded(UserError, "unusable", "data.options.levels"):
         load("train", levels=[2])
     for levels in ([3], [-1]):
@@ -126,20 +128,41 @@ def test_levels_and_families_are_checked() -> None:
 def test_new_writes_the_family_and_its_levels_and_names_close_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["new", str(tmp_path / "mine"), "--gym", "sums"]) == 0
+    assert main(["new", str(tmp_path / "mine"), "--env", "gym:sums"]) == 0
     text = (tmp_path / "mine/config.yaml").read_text()
     assert "family: sums\n" in text and "levels: [0, 1]  #" in text
     capsys.readouterr()
-    assert main(["new", str(tmp_path / "other"), "--gym", "sumz"]) == 1
+    assert main(["new", str(tmp_path / "other"), "--env", "gym:sumz"]) == 1
     assert "did you mean sums?" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.usefixtures("package")
+def test_limits_of_the_template_follow_from_the_first_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def entry(self: Sums, index: int) -> dict[str, Any]:
+        return {"question": "9" * 2000, "answer": "8" * 100}
+
+    monkeypatch.setattr(Sums, "__getitem__", entry)
+    assert main(["new", str(tmp_path / "mine"), "--env", "gym:flat"]) == 0
+    config = load_config(Config, [str(tmp_path / "mine/config.yaml")])
+    assert (config.rollout.max_tokens or 0) >= 75 and config.serve.max_len >= 1500 + 75
+    assert config.serve.slots * config.serve.max_len <= 16 * 1024
+
+
+@pytest.mark.usefixtures("package")
+def test_envs_lists_the_families(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["envs", "gym"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["gym:flat", "gym:sums"]
 
 
 def test_without_the_package_new_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    assert main(["new", str(tmp_path / "mine"), "--gym", "chain_sum"]) == 1
+    assert main(["new", str(tmp_path / "mine"), "--env", "gym:chain_sum"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("is not installed; run pip install reasoning-gym.")
     assert not (tmp_path / "mine").exists()
@@ -149,7 +172,7 @@ def test_without_the_package_new_names_the_command(
 def test_the_package_scores_its_answers_and_no_others(family: str) -> None:
     pytest.importorskip("reasoning_gym")
     gym._dataset.cache_clear()
-    levels = gym.usable_levels(family)
+    levels = list(gym.first_tasks(family))
     assert levels[:1] == [0]
     train, _ = gym.load(None, "train", Path(), family=family, levels=levels[:2], size=6, dev_size=2)
     dev, _ = gym.load(None, "dev", Path(), family=family, levels=levels[:2], size=6, dev_size=2)

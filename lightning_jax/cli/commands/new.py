@@ -4,31 +4,27 @@ Nothing heavy is imported.
 """
 
 import argparse
-import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 
-from lightning_jax.cli.command import Command, argument, flag
+from lightning_jax.cli.catalog import WITHOUT_DEPENDENCIES, copy_template, find_environment
+from lightning_jax.cli.command import Command, Index, UsageError, argument, flag
 from lightning_jax.cli.runtime import installed_version
-from lightning_jax.environments.gym import usable_levels
 from lightning_jax.environments.small_files import write_tasks
 from lightning_jax.errors import UserError
-
-STARTER = Path(__file__).parents[1] / "starter"  # has a folder for each template
 
 TEMPLATES = {
     "dates": "one call of the openai client; writes dates as YYYY-MM-DD",
     "tools": "a tool loop over the openai client; calculates with a tool",
     "roles": "a planner that trains and a worker that stays as it is",
     "langgraph": "a LangGraph agent that checks its reply and asks again",
-    "gym": "one question of a reasoning-gym family; `--gym NAME` chooses the family",
     "command": "a program, in any language: reads the task on stdin, prints the reward",
     "claude-code": "Claude Code on generated file tasks, in a sandbox",
     "codex": "Codex on the same tasks",
@@ -37,7 +33,8 @@ TEMPLATES = {
     "qwen-code": "Qwen Code on the same tasks",
 }
 # Packages that a template's agent imports and lightning_jax does not require.
-NEEDED = {"langgraph": ("langgraph", "langchain-openai"), "gym": ("reasoning-gym",)}
+NEEDED = {"langgraph": ("langgraph", "langchain-openai")}
+TASKS = "tasks"  # folder of the generated tasks
 NUM_TASKS = {"train": 60, "dev": 12}  # of a template whose config names a folder of tasks
 
 
@@ -59,9 +56,21 @@ class New(Command):
     template: str = flag(
         "example to start from (default: %(default)s)", default="dates", choices=tuple(TEMPLATES)
     )
-    gym: str | None = flag(
-        "task family of reasoning-gym, such as chain_sum, with the template gym", "NAME"
+    env: str | None = flag(
+        "environment in place of a template, such as sums or gym:chain_sum; "
+        "`lightning-jax envs` lists them",
+        "NAME",
     )
+    mcp: str | None = flag(
+        "command of an MCP server in place of a template; a model drafts tasks for its tools",
+        "COMMAND",
+    )
+    url: str | None = flag(
+        "with --mcp: OpenAI-compatible server that drafts and judges (default: the policy); "
+        "its key is in $OPENAI_API_KEY"
+    )
+    model: str | None = flag("with --mcp: model of that server, or the policy's", "NAME")
+    drafts: Index = flag("with --mcp: drafts to try (default: %(default)s)", "N", default=48)
     show_list: None = flag(
         "list the templates and exit", name="--list", nargs=0, action=_ListAction
     )
@@ -72,46 +81,66 @@ class New(Command):
             raise UserError(
                 f"{folder} already exists; pass a new directory.", reason="exists", key="DIR"
             )
-        template = "gym" if self.gym else self.template
-        levels = usable_levels(self.gym) if self.gym else []
-        if self.gym and not levels:
-            raise UserError(
-                f"{self.gym} makes no tasks at its first levels; choose another family.",
-                reason="unusable",
-                key=self.gym,
-            )
-        source = STARTER / template
         try:
-            shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
+            needed = self._write()
         except OSError as error:
             raise UserError(
                 f"{folder} cannot be created ({error}); pass another path.",
                 reason="not_created",
                 key="DIR",
             ) from error
-        if self.gym:
-            config = folder / "config.yaml"
-            text = re.sub("family: .*", f"family: {self.gym}", config.read_text())
-            config.write_text(re.sub(r"levels: \[.*?\]", f"levels: {levels}", text))
-        settings = yaml.safe_load((folder / "config.yaml").read_text())
-        if settings["data"].get("root") == "tasks":
-            for split, number in NUM_TASKS.items():
-                write_tasks(folder / "tasks" / split, split, number, levels=3, seconds=600.0)
-        for path in sorted(folder.iterdir()):
-            print(path)
+        paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        for path in sorted(path for path in paths if path.parts[0] != TASKS):
+            print(folder / path)
         program = shutil.which("lightning-jax")  # None if the command is not on PATH
         command = "lightning-jax" if program else f"{shlex.quote(sys.executable)} -m lightning_jax"
         print(f"\ncd {shlex.quote(str(folder))}")
-        for line in _install_lines(template, settings["agent"].get("options", {})):
-            print(line)
-        print(f"{command} try     # the agent once: calls, tokens, reward\n{command} train")
+        for line in _install_lines(needed, _settings(folder)["agent"].get("options", {})):
+            print(f"{line}   # not installed here; the agent needs it")
+        print(f"{command} try     # the agent once: calls, tokens, reward")
+        print(f"{command} eval    # the untrained score\n{command} train")
         return 0
 
+    def _write(self) -> tuple[str, ...]:
+        """Write the directory, and return the packages that it needs. Raises UserError."""
+        sources = {
+            "--template": self.template != "dates",
+            "--env": self.env is not None,
+            "--mcp": self.mcp is not None,
+        }
+        names = [name for name, is_set in sources.items() if is_set]
+        if len(names) > 1:
+            raise UsageError.conflict(names[1], f"{' and '.join(names)} are both set; drop one.")
+        if self.mcp is None and (self.url or self.model):
+            raise UsageError.conflict("--mcp", "--url and --model are for --mcp; add it.")
+        if self.url and not self.model:
+            raise UsageError.missing("--model", "--url is set without --model; add it.")
+        if self.mcp is not None:
+            from lightning_jax.cli.new_mcp import Drafts, create
 
-def _install_lines(template: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the commands that install what a template's agent needs and this system lacks."""
-    missing = [name for name in NEEDED.get(template, ()) if installed_version(name) is None]
-    lines = [f"pip install {shlex.join(missing)}"] if missing else []
+            create(self.folder, Drafts(self.mcp, self.drafts, self.url, self.model))
+        elif self.env is not None:
+            choice = find_environment(self.env)
+            choice.write(self.folder)
+            return choice.environment.packages
+        else:
+            copy_template(self.template, self.folder)
+            if _settings(self.folder)["data"].get("root") == TASKS:
+                for split, number in NUM_TASKS.items():
+                    write_tasks(self.folder / TASKS / split, split, number, levels=3, seconds=600.0)
+        return NEEDED.get(self.template, ())
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return yaml.safe_load((folder / "config.yaml").read_text())
+
+
+def _install_lines(packages: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """Return the commands that install what an agent needs and this system lacks."""
+    missing = [name for name in packages if installed_version(name) is None]
+    alone = [name for name in missing if name in WITHOUT_DEPENDENCIES]
+    others = [name for name in missing if name not in WITHOUT_DEPENDENCIES]
+    lines = [f"pip install {shlex.join(others)}"] if others else []
+    lines += [f"pip install --no-deps {shlex.join(alone)}"] if alone else []
     programs = options.get("programs", {})
-    lines += [line for name, line in programs.items() if shutil.which(name) is None]
-    return [f"{line}   # not installed here; the agent needs it" for line in lines]
+    return lines + [line for name, line in programs.items() if shutil.which(name) is None]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_jax.cli.commands.new import NEEDED, NUM_TASKS, STARTER, TEMPLATES
+from lightning_jax.cli.catalog import ENVIRONMENTS, STARTER
+from lightning_jax.cli.commands.new import NEEDED, NUM_TASKS, TEMPLATES
 from lightning_jax.cli.main import main
 from lightning_jax.environments import harbor
 from lightning_jax.settings import load_config
@@ -135,9 +136,11 @@ def test_files_of_a_coding_agent_are_well_formed(template: str) -> None:
 def test_each_template_has_a_folder_and_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    folders = {path.name for path in STARTER.iterdir() if (path / "config.yaml").is_file()}
-    assert {line.split()[0] for line in lines} == folders == set(TEMPLATES)
-    assert all(len(path.read_text().splitlines()) <= 40 for path in STARTER.glob("*/agent.py"))
+    of_environments = {environment.template for environment in ENVIRONMENTS.values()} - {None}
+    assert {line.split()[0] for line in lines} == set(TEMPLATES)
+    assert {path.name for path in STARTER.iterdir()} == set(TEMPLATES) | of_environments | {"mcp"}
+    agents = [STARTER / name / "agent.py" for name in TEMPLATES]
+    assert all(len(path.read_text().splitlines()) <= 40 for path in agents if path.exists())
 
 
 def test_partial_rewards_of_templates_stay_small() -> None:

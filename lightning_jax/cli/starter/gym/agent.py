@@ -16,7 +16,6 @@ async def run(task: dict[str, Any], llm: Any) -> dict[str, float]:
         completion = await client.chat.completions.create(
             model=llm.model,
             messages=[INSTRUCTION, {"role": "user", "content": task["question"]}],
-            max_tokens=24,
         )
     reply = completion.choices[0].message.content or ""
     reward = await asyncio.to_thread(score, task, reply)  # some verifiers take seconds
