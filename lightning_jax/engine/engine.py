@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,10 @@ from lightning_jax.settings.loading import load_function
 
 log = logging.getLogger(__name__)
 
+# Between Python's threads where an accelerator serves. A decode step takes it a millisecond or two,
+# and the engine's thread asks for the interpreter several times a step. Beside a busy thread it
+# would wait for up to Python's own 5 ms each time.
+SWITCH_S = 0.0005
 SHARED = ("serve/compiles", "serve/compiling")  # counted by the programs, which all weights share
 
 
@@ -143,6 +148,8 @@ class Engine:
 
         `num_requests` of them arrive together, at all replicas.
         """
+        if any(device.platform != "cpu" for device in self.devices):
+            sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
         share = -(-num_requests // len(self._weights[0].loops))
         for loop in self._loops:
             loop.start(share)

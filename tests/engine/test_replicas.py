@@ -1,7 +1,9 @@
 """Tests of engine replicas on separate devices: routing, and equal results."""
 
 import asyncio
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from lightning_jax.engine import replicas
 from lightning_jax.engine.config import ServeConfig
-from lightning_jax.engine.engine import Engine
+from lightning_jax.engine.engine import SWITCH_S, Engine
 from lightning_jax.engine.generation import EngineError
 from lightning_jax.engine.replicas import BLOCK, Router, split_by_data
 from lightning_jax.engine.types import Completion, SamplingParams
@@ -114,6 +116,26 @@ def test_a_copy_that_fails_shows_and_all_can_be_closed() -> None:
     with pytest.raises(EngineError) as caught:
         ask(copies, [(1, 2)])
     assert caught.value.reason == "closed"
+
+
+@dataclass(frozen=True)
+class _Device:
+    platform: str
+
+
+@pytest.mark.parametrize(("platform", "switch_s"), [("cpu", 0.005), ("gpu", SWITCH_S)])
+def test_threads_take_short_turns_where_an_accelerator_serves(
+    platform: str, switch_s: float
+) -> None:
+    before = sys.getswitchinterval()
+    engine = make(MeshConfig(fsdp=1))
+    engine.devices = {_Device(platform)}
+    try:
+        engine.start()
+        assert sys.getswitchinterval() == pytest.approx(switch_s)
+    finally:
+        sys.setswitchinterval(before)
+        engine.close()
 
 
 def test_warming_up_compiles_what_serving_needs() -> None:
