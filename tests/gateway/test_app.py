@@ -154,7 +154,10 @@ async def test_a_stream_says_what_a_whole_answer_says(
     for choice, streamed in zip(whole.choices, logprobs, strict=True):
         assert streamed == pytest.approx([e.logprob for e in choice.logprobs.content], abs=1e-5)
     assert finish == {choice.index: choice.finish_reason for choice in whole.choices}
-    assert usage == whole.usage and prompt_ids == whole.prompt_token_ids
+    assert prompt_ids == whole.prompt_token_ids
+    assert usage is not None and usage.prompt_tokens_details.cached_tokens > 0  # the first one's
+    details = {"prompt_tokens_details": whole.usage.prompt_tokens_details}
+    assert usage.model_copy(update=details) == whole.usage
     assert len({tuple(choice.token_ids) for choice in whole.choices}) == n
 
 

@@ -20,7 +20,7 @@ from lightning_jax.settings.schema import PathKind
 from lightning_jax.train.config import Config, LearnConfig
 from lightning_jax.train.directory import CHECKPOINTS, SETTINGS, STORE, require_run
 from lightning_jax.train.sinks import check_sinks
-from lightning_jax.train.sinks.traces import check_traces
+from lightning_jax.train.sinks.otlp_client import check_traces
 
 
 def check_start(config: Config) -> None:

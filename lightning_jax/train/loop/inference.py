@@ -36,7 +36,7 @@ from lightning_jax.train.loop.startup import (
     with_dtypes,
 )
 from lightning_jax.train.prompts.chosen import present_prompts, read_chosen
-from lightning_jax.train.sinks.traces import check_traces
+from lightning_jax.train.sinks.otlp_client import check_traces
 from lightning_jax.train.state.checkpoint import Checkpointer
 from lightning_jax.train.watch.progress import Progress, count_work, show_progress
 from lightning_jax.types import Metrics, Rollout, Task

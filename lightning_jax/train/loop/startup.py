@@ -46,7 +46,8 @@ from lightning_jax.train.memory.cache_size import size_for_run
 from lightning_jax.train.prompts.chosen import forget_chosen, present_prompts, read_chosen
 from lightning_jax.train.prompts.search import PromptSearch, check_search
 from lightning_jax.train.sinks import check_sinks
-from lightning_jax.train.sinks.traces import TracedRollouts, check_traces, open_traces
+from lightning_jax.train.sinks.otlp_client import check_traces
+from lightning_jax.train.sinks.traces import TracedRollouts, open_traces
 from lightning_jax.train.state.multihost import Leader, agree_on_remat
 from lightning_jax.train.state.replica import Replica
 from lightning_jax.train.state.resume import digests, find_changes, resume

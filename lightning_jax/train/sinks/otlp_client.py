@@ -4,6 +4,7 @@ The SDK and the exporter are imported when a client is made.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,15 +12,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_jax.settings import ConfigError
+from lightning_jax.settings.loading import is_installed
 from lightning_jax.system.text import in_one_line
+from lightning_jax.traces.config import FROM_ENVIRONMENT, TracesConfig
 from lightning_jax.traces.tree import from_gateway
 from lightning_jax.types import Span
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http"
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 SERVICE = "lightning_jax"
 RUN = "lightning.run"  # resource attribute
 MAX_ANSWER = 2**16  # bytes that are read of an answer
 READ_S = 5.0  # for an answer's body
+
+
+def check_traces(config: TracesConfig) -> None:
+    """Raise ConfigError if traces are to be exported and the exporter or the address is missing."""
+    if config.export is None:
+        return
+    if not is_installed(EXPORTER):
+        raise ConfigError.not_installed(
+            "traces.export",
+            "traces.export needs OpenTelemetry's OTLP exporter, which is not installed; run "
+            "`pip install 'lightning-jax[otlp]'`, or leave traces.export out.",
+        )
+    if config.export == FROM_ENVIRONMENT and not any(map(os.environ.get, ENDPOINTS)):
+        raise ConfigError.missing(
+            "traces.export",
+            f"traces.export is env, and {' and '.join(ENDPOINTS)} are not set; set one of them, or "
+            "traces.export to the URL of the collector.",
+        )
 
 
 @dataclass

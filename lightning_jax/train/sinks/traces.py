@@ -4,7 +4,6 @@ The process's own tracer provider and exporters stay as the agent's instrumentat
 """
 
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,8 +15,7 @@ from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.rollouts.config import AgentConfig
 from lightning_jax.rollouts.runner import RolloutSink
-from lightning_jax.settings import HIDDEN, ConfigError
-from lightning_jax.settings.loading import is_installed
+from lightning_jax.settings import HIDDEN
 from lightning_jax.system.threads import run_in_thread
 from lightning_jax.traces import attributes
 from lightning_jax.traces.config import FROM_ENVIRONMENT, TracesConfig
@@ -26,35 +24,16 @@ from lightning_jax.traces.store import Store
 from lightning_jax.train.hook import Hook, UpdateInput
 from lightning_jax.train.sinks.feed import Feed
 from lightning_jax.train.sinks.messages import describe_call
-from lightning_jax.train.sinks.otlp_client import EXPORTER, OtlpClient
+from lightning_jax.train.sinks.otlp_client import OtlpClient, check_traces
 from lightning_jax.types import Metrics, Rollout, Span
 
 log = logging.getLogger(__name__)
 
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PATH = "/v1/traces"
 MAX_SPANS = 512  # of a request
 MAX_CHARS = 2**22  # of the attributes of a request
 MAX_WAITING = 20_000  # spans that the collector may be behind
 Numbers = Mapping[str, Mapping[str, float]]  # attributes of calls by span id
-
-
-def check_traces(config: TracesConfig) -> None:
-    """Raise ConfigError if traces are to be exported and the exporter or the address is missing."""
-    if config.export is None:
-        return
-    if not is_installed(EXPORTER):
-        raise ConfigError.not_installed(
-            "traces.export",
-            "traces.export needs OpenTelemetry's OTLP exporter, which is not installed; run "
-            "`pip install 'lightning-jax[otlp]'`, or leave traces.export out.",
-        )
-    if config.export == FROM_ENVIRONMENT and not any(map(os.environ.get, ENDPOINTS)):
-        raise ConfigError.missing(
-            "traces.export",
-            f"traces.export is env, and {' and '.join(ENDPOINTS)} are not set; set one of them, or "
-            "traces.export to the URL of the collector.",
-        )
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from agent_bodies import RECORDINGS, Body, Recording, ReturnedCall
 from planned_engine import PlannedEngine
 from templates import QWEN25
 
-from lightning_jax.cli.commands.new import STARTER
+from lightning_jax.cli.catalog import STARTER
 from lightning_jax.gateway.app import Gateway, RolloutSettings
 from lightning_jax.gateway.calls.routing import Routing
 from lightning_jax.settings import load_config

@@ -22,14 +22,13 @@ from lightning_jax.traces.config import TracesConfig
 from lightning_jax.traces.store import Store, TemporaryStore
 from lightning_jax.train.config import Config
 from lightning_jax.train.hook import UpdateInput
-from lightning_jax.train.sinks import traces
-from lightning_jax.train.sinks.otlp_client import EXPORTER
+from lightning_jax.train.sinks import otlp_client, traces
+from lightning_jax.train.sinks.otlp_client import EXPORTER, check_traces
 from lightning_jax.train.sinks.traces import (
     TracedRollouts,
     TraceExport,
     agent_name,
     batches,
-    check_traces,
     endpoint_of,
     numbers_of,
 )
@@ -255,7 +254,7 @@ def test_the_variables_name_the_collector(
 
 
 def test_a_missing_exporter_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "is_installed", lambda name: False)
+    monkeypatch.setattr(otlp_client, "is_installed", lambda name: False)
     check_traces(TracesConfig())
     with raises_coded(ConfigError, "not_installed", "traces.export") as caught:
         check_traces(TracesConfig(export="http://127.0.0.1:6006"))
