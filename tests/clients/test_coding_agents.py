@@ -23,7 +23,7 @@ sys.path += map(str, (TESTS, TESTS / "gateway"))
 from planned_engine import PlannedEngine  # noqa: E402
 from templates import QWEN25  # noqa: E402
 
-from lightning_jax.cli.commands.new import STARTER  # noqa: E402
+from lightning_jax.cli.catalog import STARTER  # noqa: E402
 from lightning_jax.cli.main import main  # noqa: E402
 from lightning_jax.environments import harbor, sandbox  # noqa: E402
 from lightning_jax.gateway.app import Gateway, RolloutSettings  # noqa: E402

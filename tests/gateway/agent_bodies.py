@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_jax.cli.commands.new import STARTER
+from lightning_jax.cli.catalog import STARTER
 
 Body = dict[str, Any]
 BIG = 9007199254740991  # of a JavaScript integer
