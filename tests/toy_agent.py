@@ -51,6 +51,19 @@ async def unrewarded(task: dict, llm) -> float:
     return 0.0
 
 
+async def too_long(task: dict, llm) -> float:
+    """Ask with prompts that are too long: 19 times and then well, or for ever."""
+    num_refused = 0
+    async with _client(llm, max_retries=0) as client:
+        while num_refused < 19 or task["question"] != "0?":
+            with contextlib.suppress(openai.APIError):
+                await client.chat.completions.create(
+                    model=llm.model, messages=[{"role": "user", "content": "x" * 500}]
+                )
+            num_refused += 1
+    return await run(task, llm)
+
+
 async def two_turns(task: dict, llm) -> float:
     """Make two calls, the second of which continues the first."""
     messages: list[Any] = [{"role": "user", "content": task["question"]}]

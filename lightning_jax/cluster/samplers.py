@@ -145,6 +145,9 @@ class Samplers:
     async def posted_reward(self, rollout_id: str) -> float | None:
         return await self._ask(self._at[rollout_id], "posted_reward", rollout_id)
 
+    def is_over(self, rollout_id: str) -> bool:
+        return False  # only its sampler knows, which refuses its calls
+
     async def lost(self, rollout_id: str) -> Lost:
         return await self._ask(self._at[rollout_id], "lost", rollout_id) or Lost()
 

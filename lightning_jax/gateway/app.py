@@ -189,6 +189,10 @@ class Gateway:
         """Return the seconds since the open rollout's last request, 0 while it has a call."""
         return self._rollouts[rollout_id].idle_s
 
+    def is_over(self, rollout_id: str) -> bool:
+        """Return True if an open rollout gets no more answers, as after too many long prompts."""
+        return self._rollouts.is_over(rollout_id)
+
     def lost(self, rollout_id: str) -> Lost:
         """Return the seconds in which all the open rollout's calls in flight waited for a token."""
         return self._rollouts[rollout_id].waits.lost

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_jax.gateway.sessions.waits import Lost
 from lightning_jax.system.clock import PausableClock
 
-TICK_S = 0.5  # in which a stall is noticed, and a lost server
+TICK_S = 0.5  # in which a stall is noticed, and that a rollout is over
 
 
 class DeadlineClock:
@@ -22,8 +22,8 @@ class DeadlineClock:
     def __init__(self, pauses: PausableClock) -> None:
         self._pauses = pauses
         # An entry per waiting rollout: the future that ends its wait early, and a function that
-        # returns how its server was lost.
-        self._watched: dict[asyncio.Future[None], Callable[[], str | None]] = {}
+        # returns True if it is over.
+        self._watched: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._stalled_s = 0.0
         self._due: float | None = None  # when the next tick should come; None: nobody waits
 
@@ -31,16 +31,17 @@ class DeadlineClock:
         self,
         agent: asyncio.Task[Any],
         timeout_s: float,
-        loss: Callable[[], str | None],
+        over: Callable[[], bool],
         lost: Callable[[], Awaitable[Lost]],
     ) -> tuple[bool, float]:
         """Return (True if the agent ended within its time, seconds in which the loop stalled).
 
         `lost` returns the seconds that the agent has lost to waiting, which do not count. Stop
-        waiting once the agent is starved, or its server is gone, as `loss` says.
+        waiting once the agent is starved, or `over` says that its server is gone or answers no
+        more calls.
         """
         loop = asyncio.get_running_loop()
-        with self._watching(loss) as gone:
+        with self._watching(over) as gone:
             began, stalled, paused = loop.time(), self._stalled(), self._pauses.total_s
             waits = Lost()
 
@@ -62,19 +63,19 @@ class DeadlineClock:
             return agent.done(), self._stalled() - stalled
 
     @contextmanager
-    def _watching(self, loss: Callable[[], str | None]) -> Iterator[asyncio.Future[None]]:
-        """Yield a future that is done once `loss` returns a reason."""
-        lost = asyncio.get_running_loop().create_future()
-        self._watched[lost] = loss
-        if loss():
-            lost.set_result(None)
+    def _watching(self, over: Callable[[], bool]) -> Iterator[asyncio.Future[None]]:
+        """Yield a future that is done once `over` returns True."""
+        gone = asyncio.get_running_loop().create_future()
+        self._watched[gone] = over
+        if over():
+            gone.set_result(None)
         if self._due is None:
             self._schedule()
         try:
-            yield lost
+            yield gone
         finally:
-            del self._watched[lost]
-            lost.cancel()
+            del self._watched[gone]
+            gone.cancel()
 
     def _stalled(self) -> float:
         """Return the seconds of stalls so far, one that is just ending included."""
@@ -89,8 +90,8 @@ class DeadlineClock:
 
     def _tick(self) -> None:
         self._stalled_s, self._due = self._stalled(), None
-        for lost, loss in self._watched.items():
-            if not lost.done() and loss():
-                lost.set_result(None)
+        for gone, over in self._watched.items():
+            if not gone.done() and over():
+                gone.set_result(None)
         if self._watched:
             self._schedule()

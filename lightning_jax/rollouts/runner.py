@@ -305,14 +305,15 @@ class Runner:
         with below(opened.root):
             running = asyncio.create_task(execution.run(rollout_id, task, llm))
 
+        def over() -> bool:
+            return opened.loss() is not None or self.server.is_over(rollout_id)
+
         async def lost() -> Lost:
             silent_s = await execution.silent_s(running)
             return (await self.server.lost(rollout_id))._replace(silent_s=silent_s)
 
         try:
-            in_time, stalled_s = await self.clock.wait(
-                running, self.config.timeout_s, opened.loss, lost
-            )
+            in_time, stalled_s = await self.clock.wait(running, self.config.timeout_s, over, lost)
             if not in_time:  # before the agent hangs up on a call that decodes
                 await self.server.expire(rollout_id)
         finally:

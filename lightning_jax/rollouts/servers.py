@@ -34,6 +34,10 @@ class RolloutServer(Protocol):
         """Return the reward posted for the open rollout, or None if there is none."""
         ...
 
+    def is_over(self, rollout_id: str) -> bool:
+        """Return True if the server is known to answer no more calls of the open rollout."""
+        ...
+
     async def lost(self, rollout_id: str) -> Lost:
         """Return the seconds that the open rollout has lost to waiting. See `Gateway.lost`."""
         ...
@@ -59,6 +63,9 @@ class GatewayServer:
 
     async def posted_reward(self, rollout_id: str) -> float | None:
         return self.gateway.posted_reward(rollout_id)
+
+    def is_over(self, rollout_id: str) -> bool:
+        return self.gateway.is_over(rollout_id)
 
     async def lost(self, rollout_id: str) -> Lost:
         return self.gateway.lost(rollout_id)

@@ -29,7 +29,7 @@ async def _wait(
 ) -> tuple[bool, float, float]:
     """Return (True if in time, seconds of stalls, seconds waited)."""
     started = time.monotonic()
-    in_time, stalled_s = await clock.wait(agent, timeout_s, lambda: None, _nothing)
+    in_time, stalled_s = await clock.wait(agent, timeout_s, lambda: False, _nothing)
     waited_s = time.monotonic() - started
     agent.cancel()
     return in_time, stalled_s, waited_s
@@ -88,7 +88,7 @@ async def test_waits_for_the_server_do_not_count() -> None:
         return Lost(min(time.monotonic() - started, 0.5), 0.0)
 
     agent = _agent(10.0)
-    in_time, _ = await DeadlineClock(PausableClock()).wait(agent, 0.3, lambda: None, lost)
+    in_time, _ = await DeadlineClock(PausableClock()).wait(agent, 0.3, lambda: False, lost)
     assert not in_time
     assert time.monotonic() - started >= 0.8 - 0.05
     assert asked <= 4  # another process may answer it
@@ -101,7 +101,7 @@ async def test_starved_agent_ends_though_its_time_is_not_over() -> None:
     async def lost() -> Lost:
         return Lost(*[time.monotonic() - started] * 2)
 
-    in_time, _ = await DeadlineClock(PausableClock()).wait(agent, 0.3, lambda: None, lost)
+    in_time, _ = await DeadlineClock(PausableClock()).wait(agent, 0.3, lambda: False, lost)
     assert not in_time and (await lost()).starve(0.3)
     agent.cancel()
 
@@ -118,18 +118,16 @@ def test_starved_is_who_gets_no_token_or_always_waits(lost: Lost, starved: bool)
     assert lost.starve(timeout_s=1.0) is starved
 
 
-async def test_lost_server_ends_the_wait() -> None:
-    clock, losses = DeadlineClock(PausableClock()), list[str]()
+async def test_a_rollout_that_is_over_ends_the_wait() -> None:
+    clock, over = DeadlineClock(PausableClock()), asyncio.Event()
     agent = _agent(10.0)
-    waiting = asyncio.create_task(
-        clock.wait(agent, 60.0, lambda: next(iter(losses), None), _nothing)
-    )
+    waiting = asyncio.create_task(clock.wait(agent, 60.0, over.is_set, _nothing))
     await asyncio.sleep(0.1)
     assert not waiting.done()
-    losses.append("died")
+    over.set()
     assert (await asyncio.wait_for(waiting, 5.0))[0] is False
-    # One that is lost from the start does not wait either.
-    assert (await clock.wait(agent, 60.0, lambda: "died", _nothing))[0] is False
+    # One that is over from the start does not wait either.
+    assert (await clock.wait(agent, 60.0, lambda: True, _nothing))[0] is False
     agent.cancel()
 
 

@@ -442,6 +442,19 @@ async def test_a_stopped_rollout_is_no_failure_and_repeats(tmp_path: Path) -> No
         assert len(responses) == 2 and responses[0] == responses[1]
 
 
+async def test_a_conversation_that_stays_too_long_ends(tmp_path: Path) -> None:
+    async with open_runner(tmp_path, "too_long", timeout_s=120.0) as runner:
+        requests = make_requests(TASKS[:2], "train", 0, 1)
+        patient, endless = await asyncio.wait_for(run_requests(requests, runner), 60.0)
+        assert patient.status == "scored"
+        assert (endless.status, endless.reason) == ("agent_failure", "context_length")
+        assert endless.reward == runner.config.agent_failure_reward
+        calls = [len(runner.store.spans(r.rollout_id)) - 1 for r in (patient, endless)]
+        assert calls == [20, 20]  # later ones reach no rollout
+    metrics = rollout_metrics([patient, endless], [], 0)
+    assert metrics["rollout/agent_failure_context_length"] == 1
+
+
 async def test_a_deadline_spent_in_the_queue_is_infrastructure(tmp_path: Path) -> None:
     model, programs = model_and_engine()
     engine = Engine(model, SERVE, programs=[programs])  # not started, so calls wait

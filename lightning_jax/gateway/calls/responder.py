@@ -88,6 +88,8 @@ class Responder:
                 await self.recorder.write(call.rollout_id, call.failed(error, failure))
                 if failure is None:
                     raise
+                if rollout and failure.code == CONTEXT_LENGTH_EXCEEDED:
+                    rollout.num_refused += 1
                 if rollout and failure.code == "call_timeout":
                     # Its agent's fault if it had more choices in flight than there are slots.
                     failure.infrastructure = rollout.most_choices <= self.engine.num_slots

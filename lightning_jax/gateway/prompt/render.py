@@ -79,6 +79,7 @@ class ConversationMemory:
 
     def __init__(self) -> None:
         self._generated: dict[str, Recalled] = {}
+        self._keys_by_call: dict[str, str] = {}  # keys of `_generated` by the ids of their calls
         self._answered: set[str] = set()
 
     def add(self, message: Message, generated: Generated) -> None:
@@ -90,13 +91,27 @@ class ConversationMemory:
         if _fingerprint(plain):
             self._answered.add(generated.prompt.history)
         keys = {_fingerprint(plain), _fingerprint(_without_call_ids(plain))}
+        self._keys_by_call |= dict.fromkeys(_call_ids(plain), _fingerprint(plain))
         for key in keys if generated.token_ids else ():
             if key:
                 self._generated.setdefault(key, Recalled(generated)).add(generated)
 
     def recall(self, message: Message) -> Recalled | None:
-        """Return the responses that became this message, or None if there are none."""
-        return self._generated.get(_fingerprint(message))
+        """Return the responses that became this message, or None if there are none.
+
+        Clients add the defaults of arguments to a call. With the ids of a response's calls, only
+        the arguments that were sampled count.
+        """
+        if exact := self._generated.get(_fingerprint(message)):
+            return exact
+        key = next((self._keys_by_call[id] for id in _call_ids(message) if self.sent(id)), None)
+        if key is None or _fingerprint(_with_arguments_of(key, message)) != key:
+            return None
+        return self._generated.get(key)
+
+    def sent(self, call_id: str) -> bool:
+        """Return True if the agent received a call with this id."""
+        return call_id in self._keys_by_call
 
     def answered(self, history: str) -> bool:
         """Return True if the policy answered the conversation with this digest."""
@@ -129,6 +144,24 @@ def _one_spelling(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_one_spelling(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _call_ids(message: Message) -> list[str]:
+    ids = (call.get("id") for call in message.get("tool_calls") or ())
+    return [id for id in ids if id and isinstance(id, str)]
+
+
+def _with_arguments_of(key: str, message: Message) -> Message:
+    """Return the message with those arguments of its calls that the calls of a fingerprint have."""
+    _, parts = json.loads(key.removeprefix("calls:"))
+    calls = []
+    for call, (_, (_, sampled)) in zip(message["tool_calls"], parts, strict=False):
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(sampled, dict) and isinstance(arguments, dict):
+            arguments = {name: item for name, item in arguments.items() if name in sampled}
+        calls.append(call | {"function": function | {"arguments": arguments}})
+    return message | {"tool_calls": calls + message["tool_calls"][len(calls) :]}
 
 
 def _without_call_ids(message: Message) -> Message:
@@ -182,7 +215,9 @@ def render_prompt(
     replayed = set(marked) | {index for index in replies if base and recorded and index < base[0]}
     # A response that comes back as another text starts a new path, as one that is dropped does.
     edited = memory is not None and any(
-        message["role"] == "assistant" and _fingerprint(message) and memory.answered(digest)
+        message["role"] == "assistant"
+        and _fingerprint(message)
+        and (memory.answered(digest) or any(map(memory.sent, _call_ids(message))))
         for index, (message, digest) in enumerate(zip(plain, digests, strict=False))
         if index not in replies
     )

@@ -24,6 +24,7 @@ from lightning_jax.gateway.sessions.running_calls import (
 from lightning_jax.gateway.sessions.waits import Lost, Waits, counted_for
 from lightning_jax.traces.context import OpenSpan, SpanSink
 
+MAX_REFUSED = 20  # prompts of a rollout that are too long; then the rollout ends
 EXPIRE_S = 10.0  # for the engine to end the responses of a rollout that meets its deadline
 
 
@@ -76,6 +77,12 @@ class Traffic:
     num_forgotten: int  # answers dropped because of serve.max_kept_mib_per_rollout
     lost: Lost = field(default_factory=Lost)  # to waiting
     loss: str | None = None  # how the server was lost, so that nothing else is known
+    num_refused: int = 0  # calls whose prompts were too long
+
+    @property
+    def has_outgrown(self) -> bool:
+        """True if so many prompts were too long that the rollout had to end."""
+        return self.num_refused >= MAX_REFUSED
 
 
 @dataclass
@@ -134,6 +141,7 @@ class OpenRollout:
     now_s: Callable[[], float] = time.monotonic  # clock of the waits, which stands still in pauses
     late: set[asyncio.Task] = field(default_factory=set)  # calls that decoded at the deadline
     has_expired: bool = False
+    num_refused: int = 0  # calls whose prompts were too long; never reset
     left_out: set[str] = field(default_factory=set)  # kinds of tools and content that are logged
     unanswered: dict[str, str] = field(default_factory=dict)  # error code by a call's identity
 
@@ -158,6 +166,11 @@ class OpenRollout:
     def calls_segment(self) -> str:
         """Name of the rollout in URLs that only answer calls."""
         return f"{self.settings.rollout_id}~{self.owner.calls_token}"
+
+    @property
+    def is_over(self) -> bool:
+        """True if no more calls of the agent are answered."""
+        return self.has_expired or self.num_refused >= MAX_REFUSED
 
     @property
     def idle_s(self) -> float:
@@ -264,6 +277,7 @@ class OpenRollout:
             num_cancelled=self.num_cancelled + len(abandoned),
             num_forgotten=self.calls.num_forgotten + self.conversations.num_forgotten,
             lost=lost,
+            num_refused=self.num_refused,
         )
 
 
@@ -321,6 +335,11 @@ class OpenRollouts:
         self.owners.end(rollout.owner)
         return rollout.end()
 
+    def is_over(self, rollout_id: str) -> bool:
+        """Return True if the rollout is open, and no more calls of its agent are answered."""
+        rollout = self._by_id.get(rollout_id)
+        return rollout is not None and rollout.is_over
+
     def activity(self) -> tuple[RolloutActivity, ...]:
         """Return the open rollouts, longest-running first."""
         activities = [
@@ -337,7 +356,7 @@ class OpenRollouts:
         """Return the open rollout that a URL names. Raise ApiError if there is none."""
         rollout_id, _, token = segment.rpartition("~")
         rollout = self._by_id.get(rollout_id)
-        if rollout and rollout.has_expired:
+        if rollout and rollout.is_over:
             rollout = None
         if rollout and rollout.owner.has_token(token):
             rollout.touched = time.monotonic()

@@ -29,6 +29,7 @@ STANDSTILL_S = 1.0  # clients may give up on a server that stalled for this long
 MAX_METRIC = 1e30  # magnitude; sums over a step stay finite in float32
 # Reasons of rollouts that took too long. In the second, calls waited for most of the time.
 DEADLINE, DEADLINE_IN_QUEUE = "deadline", "deadline_in_queue"
+CONTEXT_LENGTH = "context_length"  # the server refused too many prompts as too long
 BAD_REWARD = "bad_reward"
 SILENCES = "silences_workers"  # the agent holds the interpreter of its worker
 SERVER_LOST = "server_lost"  # the rollout's sampler died or stopped answering
@@ -163,6 +164,9 @@ def final_outcome(
     """
     if traffic.loss:  # the reward may rest on calls and posts that nobody knows of
         return Outcome("infrastructure_failure", reason=SERVER_LOST, detail=traffic.loss)
+    if traffic.has_outgrown:  # whatever the agent returned once its calls were refused
+        detail = f"{traffic.num_refused} of its prompts were too long for serve.max_len"
+        return replace(failure(CONTEXT_LENGTH, detail), reward=config.agent_failure_reward)
     if outcome.status == "agent_failure" and traffic.unanswered:
         # The agent stopped after a call that the server could not answer.
         return replace(outcome, status="infrastructure_failure", reason=traffic.unanswered[0])

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,21 @@ async def test_conversation_goes_on_with_the_sampled_tokens(agent: Agent) -> Non
     assert TOKENIZER.decode(second[attributes.RESPONSE_TOKEN_IDS]).startswith("Done.")
     assert {first[attributes.ROLE], second[attributes.ROLE]} == {"agent"}
     assert first[attributes.TRAINS] and second[attributes.TRAINS]
+
+
+async def test_added_arguments_keep_the_sampled_tokens(agent: Agent) -> None:
+    """Claude Code fills in the defaults of arguments, and OpenCode renames unknown tools."""
+    recording = agent.recording
+    call = read_call(await agent.ask(recording.first))
+    added = replace(call, arguments={"replace_all": False, **call.arguments})
+    await agent.ask(recording.follow(recording.first, added))
+    renamed = replace(call, name="invalid", arguments={"tool": call.name})
+    await agent.ask(recording.follow(recording.first, renamed))
+    first, *others = (span.attributes for span in agent.spans())
+    sampled = (*first[attributes.PROMPT_TOKEN_IDS], *first[attributes.RESPONSE_TOKEN_IDS])
+    prompts = [tuple(other[attributes.PROMPT_TOKEN_IDS]) for other in others]
+    assert [prompt[: len(sampled)] == sampled for prompt in prompts] == [True, False]
+    assert [other[attributes.PREFIX_BREAKS] for other in others] == [0, 1]
 
 
 async def test_side_calls_have_roles_that_do_not_train(agent: Agent) -> None:

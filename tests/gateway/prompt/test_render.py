@@ -142,6 +142,77 @@ def test_an_edited_history_forks_and_is_counted() -> None:
     assert render_prompt([USER, *example], None, TOKENIZER, ConversationMemory()).breaks == 0
 
 
+SAMPLED: dict[str, Any] = {"path": "a.txt", "count": 1.0, "deep": {"x": True}}
+
+
+def _call(call_id: Any, name: str = "edit", /, **arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+def _calls(*calls: dict[str, Any], text: str = "I edit.") -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "tool_calls": list(calls)}
+
+
+FIRST, SECOND = _call("c1", **SAMPLED), _call("c2", "run")
+ADDED: dict[str, Any] = {"replace_all": False, **SAMPLED}
+
+
+def _after_two_calls(returned: dict[str, Any], start: str = "hi") -> tuple[Rendered, bool]:
+    """Return the prompt after a reply with two calls, and whether it extends the sampled path."""
+    memory, ids = ConversationMemory(), (250, 251, END)
+    first = render_prompt([USER], None, TOKENIZER, memory)
+    memory.add(_calls(FIRST, SECOND), Generated(first, ids))
+    results = [{"role": "tool", "tool_call_id": id, "content": "1"} for id in ("c1", "c2")]
+    prompt = render_prompt([_user(start), returned, *results], None, TOKENIZER, memory)
+    path = (*first.token_ids, *ids)
+    return prompt, prompt.token_ids[: len(path)] == path
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        _calls(FIRST, SECOND),
+        _calls(_call("c1", **ADDED), SECOND),
+        _calls(_call("c1", **ADDED | {"count": 1}), _call("c2", "run", cwd="/", env={})),
+        _calls(FIRST, _call("c2", "run", cwd=None), text=" I edit.\n"),
+    ],
+)
+def test_a_call_with_added_arguments_is_the_sampled_call(returned: dict[str, Any]) -> None:
+    prompt, extends = _after_two_calls(returned)
+    assert (extends, prompt.replayed, prompt.breaks) == (True, 1, 0)
+
+
+CHANGED = {
+    "value": _calls(_call("c1", **ADDED | {"path": "b.txt"}), SECOND),
+    "truth is no number": _calls(_call("c1", **ADDED | {"deep": {"x": 1}}), SECOND),
+    "inner key": _calls(_call("c1", **ADDED | {"deep": {"x": True, "y": 1}}), SECOND),
+    "dropped key": _calls(_call("c1", path="a.txt", replace_all=False), SECOND),
+    "text": _calls(_call("c1", **ADDED), SECOND, text="I edited."),
+    "name": _calls(FIRST, _call("c2", "invalid", tool="run")),
+    "order": _calls(SECOND, _call("c1", **ADDED)),
+    "fewer": _calls(_call("c1", **ADDED)),
+    "more": _calls(_call("c1", **ADDED), SECOND, _call("c3", "run")),
+    "twice": _calls(_call("c1", **ADDED), _call("c1", **ADDED)),
+    "one unknown id": _calls(_call("c1", **ADDED), _call("c9", "run")),
+}
+
+
+@pytest.mark.parametrize("returned", CHANGED.values(), ids=list(CHANGED))
+@pytest.mark.parametrize("start", ["hi", "ho"])
+def test_a_changed_call_forks_and_is_counted(returned: dict[str, Any], start: str) -> None:
+    prompt, extends = _after_two_calls(returned, start)
+    assert (extends, prompt.replayed, prompt.breaks) == (False, 0, 1)
+
+
+@pytest.mark.parametrize("call_id", ["c8", None, 5, ["c1"]])
+def test_a_call_with_another_id_must_be_equal(call_id: Any) -> None:
+    second = SECOND | {"id": call_id}
+    prompt, extends = _after_two_calls(_calls(_call(call_id, **ADDED), second))
+    assert (extends, prompt.replayed, prompt.breaks) == (False, 0, 1)
+    prompt, _ = _after_two_calls(_calls(_call(call_id, **ADDED), second), "ho")
+    assert (prompt.replayed, prompt.breaks) == (0, 0)  # an example that nobody sampled
+
+
 @pytest.mark.parametrize(
     "sent",
     [

@@ -14,12 +14,14 @@ import numpy as np
 import openai
 import pytest
 
+from lightning_jax.gateway.sessions.open_rollouts import Traffic
 from lightning_jax.rollouts.agents.outcome import (
     DROPPED_METRICS,
     MAX_METRIC_NAME,
     MAX_REASON,
     LostGateway,
     Outcome,
+    final_outcome,
     kept_metrics,
     outcome_of,
     outcome_of_error,
@@ -310,3 +312,17 @@ def test_an_error_says_where_the_agent_raised_it() -> None:
             found = outcome_of_error(error, LLM_HERE)
             line = function.__code__.co_firstlineno + 1
             assert f"{__file__}:{line} in {function.__name__}" in (found.detail or "")
+
+
+@pytest.mark.parametrize(
+    ("num_refused", "loss", "reason"),
+    [(19, None, None), (20, None, "context_length"), (20, "died", "server_lost")],
+)
+def test_too_many_long_prompts_end_a_rollout_whatever_it_returned(
+    num_refused: int, loss: str | None, reason: str | None
+) -> None:
+    config = RolloutConfig(agent_failure_reward=-1.0)
+    traffic = Traffic(("draining",), 0, 0, loss=loss, num_refused=num_refused)
+    outcome = final_outcome(Outcome("scored", 1.0), traffic, 0.0, config)
+    rewards = {None: 1.0, "context_length": -1.0, "server_lost": None}
+    assert (outcome.reason, outcome.reward) == (reason, rewards[reason])
