@@ -329,6 +329,9 @@ class MessagesReply(Reply):
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, ())
         yield {"type": "message_start", "message": message}
 
+    def keep_alive(self) -> Iterable[Event]:
+        yield {"type": "ping"}
+
     def delta(self, delta: Delta) -> Iterable[Event]:
         if delta.text:
             if self._open != "text":

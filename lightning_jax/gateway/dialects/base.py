@@ -195,6 +195,14 @@ class Reply(ABC):
         """Return the events before the first token."""
         return ()
 
+    def keep_alive(self) -> Iterable[Event]:
+        """Return events that tell the client only that the call goes on.
+
+        They may come anywhere between the opening and the ending. Return none if the format has
+        no event that every client reads past.
+        """
+        return ()
+
     @abstractmethod
     def delta(self, delta: Delta) -> Iterable[Event]:
         """Return the events for a delta, or none if they would tell the client nothing."""

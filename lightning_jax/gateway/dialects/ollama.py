@@ -195,6 +195,9 @@ class OllamaReply(Reply):
         if delta.text or logprobs:
             yield self._line(self.content(delta.text, []) | logprobs | {"done": False})
 
+    def keep_alive(self) -> Iterable[Event]:
+        yield self._line(self.content("", []) | {"done": False})
+
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         (answer,) = answers
         if calls := _called(answer):

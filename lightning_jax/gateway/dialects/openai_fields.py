@@ -174,7 +174,7 @@ class ChoicesReply(Reply):
     include_usage: bool = False
     whole_object: ClassVar[str]  # the type of a body
     chunk_object: ClassVar[str]
-    nothing: ClassVar[dict[str, Any]]  # content of a choice after its last token
+    nothing: ClassVar[dict[str, Any]]  # content of a choice without a token
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -201,6 +201,9 @@ class ChoicesReply(Reply):
     @property
     def shows_tokens(self) -> bool:
         return self.request.logprobs or self.request.return_token_ids
+
+    def keep_alive(self) -> Iterable[Event]:
+        yield self.chunk([choice_of(0, **self.nothing)])
 
     def ending(self, answers: Sequence[Answer]) -> Iterable[Event]:
         for index, answer in enumerate(answers):

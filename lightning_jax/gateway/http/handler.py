@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from io import BytesIO
@@ -33,6 +34,7 @@ PIECE_BYTES = 64 * 2**10  # written at once
 LEFT_OUT = (
     "X-Left-Out"  # header of an answer: kinds of tools and content that the policy did not get
 )
+KEEP_ALIVE_S = 10.0  # without news, after which a stream says that its call goes on
 MAX_WARNINGS = 100  # of such kinds, for all rollouts together
 
 
@@ -46,6 +48,7 @@ class EventStream:
         self._num_events = 0
         self._held = b""
         self._num_unpaused = 0  # bytes written since others could run
+        self._written_s = time.monotonic()  # when the last events were written
         self.response = web.StreamResponse(
             headers={"Content-Type": framing.content_type, "Cache-Control": "no-cache"}
         )
@@ -53,6 +56,11 @@ class EventStream:
     @property
     def is_open(self) -> bool:
         return self.response.prepared
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last events were sent."""
+        return time.monotonic() - self._written_s
 
     async def open(self) -> None:
         await self.response.prepare(self._request)
@@ -68,10 +76,14 @@ class EventStream:
 
     async def send(self, events: Iterable[Event]) -> None:
         """Send the events, if any. Raise ConnectionError if the client disconnected."""
-        before = len(self._held)
         self.hold(events)
-        if len(self._held) > before:
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Send what is held, if anything. Raise ConnectionError if the client disconnected."""
+        if self._held:
             await self._write()
+            self._written_s = time.monotonic()
 
     async def close(self) -> web.StreamResponse:
         """Send what is held and the end-of-stream mark, and return the finished response."""
@@ -208,10 +220,16 @@ class CallHandler:
     ) -> web.StreamResponse:
         await running.accepted()
         reply.begin(running.context)
-        await stream.open()  # the status says that the call was accepted; the rest waits
-        await self._hold(stream, reply.num_bytes((), request_bytes), reply.opening)
-        async for delta in running.deltas():
-            await stream.send(reply.delta(delta))
+        await stream.open()
+        opening_bytes = reply.num_bytes((), request_bytes)
+        await self._hold(stream, opening_bytes, reply.opening)
+        await stream.flush()  # clients give up on a stream without events
+        async for delta in running.deltas(KEEP_ALIVE_S):
+            if delta is not None:
+                await stream.send(reply.delta(delta))
+            if delta is None or stream.silent_s > KEEP_ALIVE_S:  # or its tokens show nothing yet
+                await self._hold(stream, opening_bytes, reply.keep_alive)
+                await stream.flush()
         answers = await running.answers()
         num_bytes = reply.num_bytes(answers, request_bytes)
         await self._hold(stream, num_bytes, lambda: reply.ending(answers))

@@ -76,9 +76,11 @@ class RunningCall:
         if not self.was_accepted:
             await self.answers()
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self, patience_s: float | None = None) -> AsyncIterator[Delta | None]:
         """Yield all pieces from the first one on, as they arrive. Raise the call's error if it
         fails.
+
+        Yield None whenever `patience_s` passes without a piece.
         """
         seen = 0
         while True:
@@ -87,7 +89,11 @@ class RunningCall:
                 yield self._deltas[seen - 1]
             if self.task.done():
                 break
-            await self._wait()
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._wait()
+            except TimeoutError:
+                yield None
         await self.answers()
 
     async def answers(self) -> tuple[Answer, ...]:

@@ -373,10 +373,10 @@ async def test_a_client_that_hangs_up_frees_its_slot(bench: Bench, stream: bool)
 async def test_a_client_that_closes_its_stream_is_not_our_error(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def closing(self: EventStream, events: object) -> None:
+    async def closing(self: EventStream) -> None:
         raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
 
-    monkeypatch.setattr(EventStream, "send", closing)
+    monkeypatch.setattr(EventStream, "flush", closing)
     llm = bench.rollout()
     headers = {"Authorization": f"Bearer {llm.api_key}"}
     url = f"{llm.base_url}/chat/completions"

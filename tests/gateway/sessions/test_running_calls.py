@@ -50,7 +50,7 @@ def _shared(gate: asyncio.Event) -> RunningCall:
 
 async def _texts(call: RunningCall) -> str:
     with call.listen(lambda: False):
-        return "".join([delta.text async for delta in call.deltas()])
+        return "".join([delta.text async for delta in call.deltas() if delta])
 
 
 async def test_every_listener_hears_all_from_the_beginning() -> None:
@@ -63,6 +63,24 @@ async def test_every_listener_hears_all_from_the_beginning() -> None:
     gate.set()
     assert await early == await late == "abc"
     assert await call.answers() == ANSWERS and await _texts(call) == "abc"
+
+
+async def test_each_listener_is_told_of_a_silence() -> None:
+    gate = asyncio.Event()
+    call = _shared(gate)
+
+    async def hear(patience_s: float | None) -> tuple[str, int]:
+        texts, silences = "", 0
+        async for delta in call.deltas(patience_s):
+            texts, silences = texts + (delta.text if delta else ""), silences + (delta is None)
+            if silences == 3:
+                gate.set()
+        return texts, silences
+
+    impatient = await asyncio.gather(hear(0.01), hear(0.004), hear(30.0), hear(None))
+    assert [texts for texts, _ in impatient] == ["abc"] * 4
+    assert impatient[1][1] >= 3 > 0 == impatient[2][1] == impatient[3][1]
+    assert await hear(0.01) == ("abc", 0)
 
 
 async def test_a_refused_call_raises_for_all() -> None:

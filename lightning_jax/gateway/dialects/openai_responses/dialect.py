@@ -201,6 +201,9 @@ class ResponsesReply(Reply):
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response("in_progress")}
 
+    def keep_alive(self) -> Iterable[Event]:
+        yield {"type": "response.in_progress", "response": self._response("in_progress")}
+
     def delta(self, delta: Delta) -> Iterable[Event]:
         yield from self._output.add_text(delta.text, self._logprobs(delta.chunk))
         for call in delta.calls:
