@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientResponse, ClientSession
 from arena import SERVE, honest_rollout, open_attacker, open_rollout, resident_mib, slowdown
 from hostile_requests import CASES, CHAT, STATUSES, Case, chat
 from stalls import Stall, loop_stalls
@@ -72,7 +72,7 @@ async def test_one_call_leaves_a_slot_to_others_with_its_key(service: Service) -
     url, headers = f"{service.gateway.local_url}{CHAT}", {"Authorization": "Bearer right-key"}
     large = chat(n=64, max_tokens=480, ignore_eos=True, logprobs=True, top_logprobs=20, stream=True)
     async with ClientSession(headers=headers) as client, client.post(url, json=large) as response:
-        await response.content.readany()  # it decodes
+        await _until_it_decodes(service, response)
         started = [_num_started(service)]
         for seed in range(3):
             async with client.post(url, json=chat(seed=seed)) as answer:
@@ -87,10 +87,15 @@ async def test_calls_of_one_rollout_share_its_slots(service: Service) -> None:
     url, headers = f"{llm.base_url}/chat/completions", {"Authorization": f"Bearer {llm.api_key}"}
     large = chat(n=64, max_tokens=200, ignore_eos=True, stream=True)
     async with ClientSession(headers=headers) as client, client.post(url, json=large) as response:
-        await response.content.readany()
+        await _until_it_decodes(service, response)
         async with client.post(url, json=chat()) as answer:
             assert answer.status == 200
         assert _num_started(service) < 64  # not behind all of the large call
+
+
+async def _until_it_decodes(service: Service, response: ClientResponse) -> None:
+    while _num_started(service) == 0:  # a stream opens before its first token
+        await response.content.readany()
 
 
 def _num_started(service: Service) -> int:
