@@ -12,15 +12,16 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import re
 import shlex
-import signal
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from lightning_jax.system.child_process import kill_group
+from lightning_jax.system.text import in_one_line
 
 PROTOCOL = "2025-06-18"  # version of MCP
 MAX_PAGES = 100  # of a list of tools
@@ -116,8 +117,7 @@ class Server:
         if not self._fault:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), END_LIMIT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         for reader in self._readers:
             reader.cancel()
         await asyncio.wait(self._readers)
@@ -236,7 +236,7 @@ class Server:
         """Return what the server printed last, in brackets, or nothing."""
         lines = bytes(self._errors).decode("utf-8", "replace").strip().splitlines()
         lines = lines or [line.decode("utf-8", "replace").strip() for line in self._other]
-        text = "".join(c for c in lines[-1] if c.isprintable())[:200] if lines else ""
+        text = in_one_line(lines[-1], 200) if lines else ""
         return f" ({text})" if text else ""
 
 

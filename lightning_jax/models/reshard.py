@@ -44,16 +44,14 @@ class ServingCopy:
 def reshard(params: Params, shardings: Any, dtype: Any, *, stacked: bool = False) -> Any:
     """Copy the weights in `dtype` to other shardings, and return once the copy is complete.
 
-    `shardings` is one sharding or a tree of them, of the stacked weights if `stacked`, see
-    `layer_stack`. If `params` span several processes, every process
-    first gets a full copy on its own devices. Only the copy at `shardings` is kept. Processes that
-    do not own those devices get None. Weights of one process, such as those just loaded, are copied
-    without the others.
+    `shardings` is one sharding or a tree of them, for the stacked weights if `stacked`. If `params`
+    span several processes, every process first gets a full copy on its own devices. Only the copy
+    at `shardings` is kept. Processes that do not own those devices get None. Weights of one
+    process, such as those just loaded, are copied without the others.
     """
     leaves = jax.tree.leaves(params)
     if all(not isinstance(leaf, jax.Array) or leaf.is_fully_addressable for leaf in leaves):
-        copy = prepare_stack(params, shardings, dtype) if stacked else None
-        return take_copy(copy or prepare_copy(params, shardings, dtype), shardings)
+        return take_copy(prepare_copy(params, shardings, dtype, stacked=stacked), shardings)
     targets = jax.tree.leaves(shardings)
     everywhere = _in_every_process(targets[0].mesh)
     leaves, form = jax.tree.flatten(_copy(params, dtype, stacked))
@@ -70,13 +68,21 @@ def reshard(params: Params, shardings: Any, dtype: Any, *, stacked: bool = False
 
 
 def prepare_copy(
-    params: Params, shardings: Any, dtype: Any, *, shared: Collection[ParamPath] = ()
+    params: Params,
+    shardings: Any,
+    dtype: Any,
+    *,
+    shared: Collection[ParamPath] = (),
+    stacked: bool = False,
 ) -> ServingCopy:
     """Cast the weights of one process, and lay them out for engines with these `shardings`.
 
     Arrays at the `shared` paths are not copied if they already have this layout and `dtype`. The
-    caller must not donate them.
+    caller must not donate them. If `stacked`, `params` are a whole model, nothing is shared, and
+    the copy has the weights of all layers stacked, see `layer_stack`.
     """
+    if stacked:
+        return _stacked_copy(params, shardings, dtype)
     paths = list(flatten(params))
     leaves: list[Any] = [jnp.asarray(leaf) for leaf in flatten(params).values()]
     layouts = [
@@ -96,11 +102,7 @@ def prepare_copy(
     return ServingCopy(unflatten(dict(zip(paths, leaves, strict=True))))
 
 
-def prepare_stack(params: Params, shardings: Any, dtype: Any) -> ServingCopy:
-    """Prepare a copy of all weights of a model, with those of its layers stacked by kind.
-
-    `shardings` are those of the stacked weights.
-    """
+def _stacked_copy(params: Params, shardings: Any, dtype: Any) -> ServingCopy:
     leaves, form = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
     sources = [leaf.sharding for leaf in leaves]
     stacked = stacked_shardings(form.unflatten(sources))

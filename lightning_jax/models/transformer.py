@@ -37,7 +37,7 @@ from lightning_jax.models.attention.kv_cache import (
     write_cache,
 )
 from lightning_jax.models.config import LoraConfig, RematKind
-from lightning_jax.models.layer_stack import layer_of
+from lightning_jax.models.layer_stack import STACK, layer_of, stack_layers
 from lightning_jax.models.matmul import matmul, matmul_turned, product
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 
@@ -197,7 +197,6 @@ def _forward_recomputing(
     weights, frozen ones too: 3.2 GiB more on each of four TPU chips for six layers of Qwen3-8B.
     """
     x = _embed(gather({"embed": params["embed"]}), config, tokens)
-    layers = [params[f"layers_{i}"] for i in range(config.shape.num_layers)]
 
     @functools.partial(
         jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*KEPT[remat])
@@ -206,10 +205,10 @@ def _forward_recomputing(
         return _layer(config, gather(layer), x, inputs, None)[0], None
 
     if config.execution.scans_layers:
-        x, _ = jax.lax.scan(step, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))
+        x, _ = jax.lax.scan(step, x, stack_layers(params)[STACK])
     else:
-        for layer in layers:
-            x, _ = step(x, layer)
+        for i in range(config.shape.num_layers):
+            x, _ = step(x, layer_of(params, i))
     return _final_norm(params, config, x)
 
 

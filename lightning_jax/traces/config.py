@@ -116,6 +116,8 @@ class RewardRule(Section):
 
 
 FROM_ENVIRONMENT = "env"  # of `traces.export`
+# Variables that name a collector of spans, the one that counts first.
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 Collector = Annotated[
     str,
     expect(lambda url: url == FROM_ENVIRONMENT or is_plain_url(url), f"env, or {PLAIN_URL}"),

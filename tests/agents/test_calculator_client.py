@@ -1,17 +1,15 @@
 """Tests of the shared calculator, with real and broken servers: only the breaking call fails."""
 
 import asyncio
-import contextlib
-import os
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
+from broken_servers import NO_SERVERS, processes_of_session
 
 pytest.importorskip("mcp.server.lowlevel", reason="the extra calcx is not installed")
 
@@ -37,22 +35,6 @@ def calculate(expression):
 calculator_server.calculate = calculate
 calculator_server.anyio.run(calculator_server.main)
 """
-NO_SERVERS = {
-    "exits": "pass",
-    "writes junk for ever": "while True: print('x' * 65536)",
-    "writes one endless line": "import sys\nwhile True: sys.stdout.write('x' * 65536)",
-    "writes bytes": "import os, time\nos.write(1, bytes(range(256))); time.sleep(1000)",
-    "says nothing": "import time; time.sleep(1000)",
-}
-
-
-def processes_of_session(group: int) -> list[int]:
-    found = []
-    for pid in psutil.pids():
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(pid) == group:
-                found.append(pid)
-    return found
 
 
 @pytest_asyncio.fixture

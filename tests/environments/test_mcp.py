@@ -1,15 +1,14 @@
 """Tests of the client of MCP servers, with a server in plain Python and programs that are none."""
 
 import asyncio
-import contextlib
-import os
 import shlex
 import sys
 import time
 from pathlib import Path
 
-import psutil
+import broken_servers
 import pytest
+from broken_servers import processes_of_session
 
 from lightning_jax.environments.mcp import ServerBroken, ServerLimits, open_server
 
@@ -17,11 +16,7 @@ PROGRAM = Path(__file__).parents[1] / "mcp_program.py"
 COMMAND = shlex.join([sys.executable, str(PROGRAM)])
 CAPITAL = "capital_of"  # a function's name has no dot
 NO_SERVERS = {
-    "exits": "pass",
-    "writes junk for ever": "while True: print('x' * 65536)",
-    "writes one endless line": "import sys\nwhile True: sys.stdout.write('x' * 65536)",
-    "writes bytes": "import os, time\nos.write(1, bytes(range(256))); time.sleep(1000)",
-    "says nothing": "import time; time.sleep(1000)",
+    **broken_servers.NO_SERVERS,
     "repeats": "import sys\nfor line in sys.stdin: print(line, flush=True)",
     "has odd tools": "import json\nfor n in (1, 2):\n"
     " print(json.dumps({'jsonrpc': '2.0', 'id': n, 'result': {'tools': [1]}}), flush=True)\n"
@@ -32,15 +27,6 @@ NO_SERVERS = {
     " result = {'tools': [tool] * 2, 'nextCursor': 'more'}\n"
     " print(json.dumps({'jsonrpc': '2.0', 'id': n, 'result': result}), flush=True)",
 }
-
-
-def processes_of_session(group: int) -> list[int]:
-    found = []
-    for pid in psutil.pids():
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(pid) == group:
-                found.append(pid)
-    return found
 
 
 async def test_tools_of_all_pages_are_functions() -> None:

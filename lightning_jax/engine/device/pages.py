@@ -29,8 +29,6 @@ from lightning_jax.models.mesh import platform_of
 from lightning_jax.models.shape import DecoderShape
 
 MAX_POOL_SIZE = 8  # times the slots' own capacity, so that a tiny model's pool stays small
-
-
 MIN_MOVES = 64  # of one copy, so that the requests of a turn need one even where rows are short
 PADDING = 2**30  # block of a move that is none
 
@@ -166,7 +164,7 @@ def _copy_in_loop(
         positions = (page, 0), (slot, (block - begin) * PAGE)
         return _copy_page(source, target, *(positions if to_row else positions[::-1]))
 
-    blocks = moves[:, Move._fields.index("block")]
+    *_, blocks = moves.T
     low, high = jnp.sum(blocks < begin), jnp.sum(blocks < end)
     return jax.lax.fori_loop(low, high, step, target)
 

@@ -38,13 +38,7 @@ from lightning_jax.models.layer_stack import stacked_shardings
 from lightning_jax.models.lora import frozen_part, pick
 from lightning_jax.models.matmul import turn_kernels
 from lightning_jax.models.mesh import platform_of
-from lightning_jax.models.reshard import (
-    ServingCopy,
-    prepare_copy,
-    prepare_stack,
-    reshard,
-    take_copy,
-)
+from lightning_jax.models.reshard import ServingCopy, prepare_copy, reshard, take_copy
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.sharding import cache_sharding, param_shardings
 from lightning_jax.settings import ConfigError
@@ -197,11 +191,11 @@ class SlotPrograms:
         """
         if jax.process_count() > 1:  # there is one engine, and `put_on_mesh` runs in all processes
             return params
-        if self._stacks:
-            return prepare_stack(params, self._targets(params), self.dtype)
         frozen = frozen_part(params) if share_base else None
         shared = () if frozen is None else flatten(frozen)
-        return prepare_copy(params, self._targets(params), self.dtype, shared=shared)
+        return prepare_copy(
+            params, self._targets(params), self.dtype, shared=shared, stacked=self._stacks
+        )
 
     def _targets(self, params: Params) -> Any:
         if self.mesh is None:

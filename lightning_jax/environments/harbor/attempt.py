@@ -55,8 +55,8 @@ async def run(  # noqa: PLR0913  (each is a setting)
     programs: dict[str, str] | None = None,
     sandbox: str = "auto",
     env: list[str] | None = None,
-    agent_timeout_s: float | int = 120.0,
-    test_timeout_s: float | int = 60.0,
+    agent_timeout_s: float = 120.0,
+    test_timeout_s: float = 60.0,
     limits: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """Run a command-line agent on a task, then the task's test script. Return its reward.
@@ -70,10 +70,8 @@ async def run(  # noqa: PLR0913  (each is a setting)
     """
     folder = Path(task["folder"])
     settings = read_settings(folder)
-    agent_limits = _limits(
-        min(float(agent_timeout_s), _seconds(settings, "agent", math.inf)), limits
-    )
-    test_limits = _limits(min(float(test_timeout_s), _seconds(settings, "verifier", 600.0)), limits)
+    agent_limits = _limits(min(agent_timeout_s, _seconds(settings, "agent", math.inf)), limits)
+    test_limits = _limits(min(test_timeout_s, _seconds(settings, "verifier", 600.0)), limits)
     task_of_agent = {"id": task["id"], "instruction": task["instruction"]}
     if sandbox == "docker":
         names = {entry.partition("=")[0] for entry in env or ()}

@@ -190,9 +190,8 @@ def _url(request: web.Request, call: ProxiedCall) -> URL:
     """Return the URL of the call on the other server, with the path of its route here.
 
     The server's URL may end in /v1, as OpenAI's clients have it. Gemini's and Ollama's paths begin
-    in its place. The agent can set only a model name in the
-    path, and only one that stays within the path. Raise ApiError for other names. Credentials in
-    the query are ours and are left out.
+    in its place. The agent can set only a model name in the path, and only one that stays within
+    the path. Raise ApiError for other names. Credentials in the query are ours and are left out.
     """
     route = request.match_info.route.resource
     assert route is not None, "calls come by routes"

@@ -31,9 +31,8 @@ from lightning_jax.system.descriptors import lacks_resources
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 * 2**10  # written at once
-LEFT_OUT = (
-    "X-Left-Out"  # header of an answer: kinds of tools and content that the policy did not get
-)
+# Header of an answer: kinds of tools and content that the policy did not get.
+LEFT_OUT = "X-Left-Out"
 KEEP_ALIVE_S = 10.0  # without news, after which a stream says that its call goes on
 MAX_WARNINGS = 100  # of such kinds, for all rollouts together
 

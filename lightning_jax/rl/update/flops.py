@@ -8,6 +8,7 @@ import numpy as np
 
 from lightning_jax.models.config import KERNELS
 from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.transformer import param_shapes
 from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.system.accelerators import find_accelerator
 from lightning_jax.types import Metrics
@@ -49,17 +50,14 @@ def gradient_flops(model: DecoderConfig, work: Work) -> int:
     backward, in four. Norms, rotary positions and activation functions are left out.
     """
     shape, lora = model.shape, model.execution.lora
-    heads, kv_heads = (n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads))
-    width, mlp = shape.embed_dim, shape.mlp_dim
-    sides = ((width, heads), (width, kv_heads), (width, kv_heads), (heads, width))
-    kernels = (*sides, (width, mlp), (width, mlp), (mlp, width))
-    sizes: dict[str, tuple[int, int]] = dict(zip(KERNELS, kernels, strict=True))
+    weights = param_shapes(model)["layers_0"]
+    sizes: dict[str, tuple[int, int]] = {name: weights[name]["kernel"].shape for name in KERNELS}
     per_weight = 6 if lora is None else 4
     layer = per_weight * sum(rows * columns for rows, columns in sizes.values())
     if lora is not None:
         layer += 6 * lora.rank * sum(sum(sizes[name]) for name in lora.targets)
-    attention = 12 * work.pairs * heads
-    head = per_weight * work.targets * shape.vocab_size * width
+    attention = 12 * work.pairs * shape.num_heads * shape.head_dim
+    head = per_weight * work.targets * shape.vocab_size * shape.embed_dim
     return shape.num_layers * (layer * work.tokens + attention) + head
 
 

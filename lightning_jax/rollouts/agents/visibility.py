@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_jax.rollouts.config import MAX_VARIABLE, AgentConfig
+from lightning_jax.traces.config import ENDPOINTS
 from lightning_jax.traces.context import trace_headers
 from lightning_jax.types import LLM, Task
 
 REPORT_FD = "LIGHTNING_REPORT_FD"
-EXPORTERS = {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
 # Names of fields that by convention hold what only a reward reads.
 _KINDS = "answers?|solutions?|gold|golden|ground_?truths?|labels?|targets?|expected"
 _FORMS = "texts?|values?|code|sql|outputs?|index|key|ids?"
@@ -81,7 +81,7 @@ def program_environment(
         "GOOGLE_GEMINI_BASE_URL": root,
         "GEMINI_API_KEY": llm.api_key,
         "OLLAMA_HOST": root,
-        **({} if EXPORTERS & outer.keys() else of_spans),
+        **({} if outer.keys() & ENDPOINTS else of_spans),
         "LIGHTNING_OPTIONS": json.dumps(options or {}),
         "LIGHTNING_PROMPTS": json.dumps(llm.prompts),
         **trace_headers(),

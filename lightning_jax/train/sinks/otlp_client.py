@@ -15,12 +15,11 @@ from typing import Any
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.loading import is_installed
 from lightning_jax.system.text import in_one_line
-from lightning_jax.traces.config import FROM_ENVIRONMENT, TracesConfig
+from lightning_jax.traces.config import ENDPOINTS, FROM_ENVIRONMENT, TracesConfig
 from lightning_jax.traces.tree import from_gateway
 from lightning_jax.types import Span
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http"
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 SERVICE = "lightning_jax"
 RUN = "lightning.run"  # resource attribute
 MAX_ANSWER = 2**16  # bytes that are read of an answer

@@ -21,8 +21,8 @@ def phase_updater(
     """Return the updater of the warm-up (`supervised`) or of the policy phase.
 
     It uses a mesh of `devices`, by default of all devices. With `model.remat: auto`, which a run's
-    memory plan replaces, nothing is recomputed. Raises ConfigError if the mesh does not
-    divide batch.rows.
+    memory plan replaces, nothing is recomputed. Raises ConfigError if the mesh does not divide
+    batch.rows.
     """
     table, policies = config.policy_table, None
     if table.adapters:  # a supervised warm-up trains all of them separately

@@ -29,17 +29,11 @@ class File(CamelFields):
     mime_type: str = ""
 
 
-class Media(CamelFields):
-    """Picture or other file in a function's response."""
+class FileFields(CamelFields):
+    """Picture or other file, in the message or by its address."""
 
     inline_data: File | None = None
     file_data: File | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> "Media":
-        if self.file is None:
-            raise PydanticCustomError("missing", "expected inlineData or fileData")
-        return self
 
     @property
     def file(self) -> File | None:
@@ -48,6 +42,16 @@ class Media(CamelFields):
     @property
     def kind(self) -> str:
         return kind_of_file(self.file.mime_type if self.file else "")
+
+
+class Media(FileFields):
+    """File in a function's response."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Media":
+        if self.file is None:
+            raise PydanticCustomError("missing", "expected inlineData or fileData")
+        return self
 
 
 class FunctionResponse(CamelFields):
@@ -138,19 +142,12 @@ class Content(CamelFields):
                 messages.append({"role": "user", "content": "\n".join(texts)})
 
 
-class ResultPart(Part):
+class ResultPart(Part, FileFields):
     """Part of a content with function responses. Media beside them are results, too."""
-
-    inline_data: File | None = None
-    file_data: File | None = None
-
-    @property
-    def file(self) -> File | None:
-        return self.inline_data or self.file_data
 
     @property
     def shown_text(self) -> str:
-        return sentence(kind_of_file(self.file.mime_type)) if self.file else self.text or ""
+        return sentence(self.kind) if self.file else self.text or ""
 
     def _contents(self) -> tuple[Any, ...]:
         return (*super()._contents(), self.file)
@@ -161,8 +158,7 @@ class ResultsContent(Content):
 
     @property
     def media(self) -> list[str]:
-        files = (part.file for part in self.parts or ())
-        return [*super().media, *(kind_of_file(file.mime_type) for file in files if file)]
+        return [*super().media, *(part.kind for part in self.parts or () if part.file)]
 
 
 def _content_kind(content: Any) -> str:

@@ -69,32 +69,32 @@ class MessageItem(Fields):
         return {"role": self.role, "content": _joined(self.content)}
 
 
-class CallItem(Fields):
-    type: Literal["function_call"]
+class _Call(Fields):
     id: Any = None
     call_id: str
     name: str
     namespace: str | None = None
+
+    def _message(self, arguments: str) -> Message:
+        name = offered_name(self.name, self.namespace)
+        call = function_call(self.call_id, name, arguments)
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+class CallItem(_Call):
+    type: Literal["function_call"]
     arguments: str
 
     def message(self) -> Message:
-        name = offered_name(self.name, self.namespace)
-        call = function_call(self.call_id, name, self.arguments)
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self._message(self.arguments)
 
 
-class CustomCallItem(Fields):
+class CustomCallItem(_Call):
     type: Literal["custom_tool_call"]
-    id: Any = None
-    call_id: str
-    name: str
-    namespace: str | None = None
     input: str
 
     def message(self) -> Message:
-        name = offered_name(self.name, self.namespace)
-        call = function_call(self.call_id, name, custom_arguments(self.input))
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self._message(custom_arguments(self.input))
 
 
 class OutputItem(Fields):
