@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.loading import is_installed
+from lightning_jax.system.descriptors import causes
 from lightning_jax.system.text import in_one_line
 from lightning_jax.traces.config import ENDPOINTS, FROM_ENVIRONMENT, TracesConfig
 from lightning_jax.traces.tree import from_gateway
@@ -89,8 +91,8 @@ class OtlpClient:
         status = self._answer.status
         if result is not SpanExportResult.SUCCESS or status is None or status >= 300:
             answered = None if status is None else f"it answered with status {status}"
-            reason = answered or self._answer.error or ", ".join(self._answer.log)
-            return 0, in_one_line(str(reason))
+            failure = self._answer.error and _what_failed(self._answer.error)
+            return 0, in_one_line(answered or failure or ", ".join(self._answer.log))
         return self._num_accepted(len(spans))
 
     def close(self) -> None:
@@ -173,6 +175,14 @@ def clean(value: Any) -> Any:
         case Mapping():
             return {clean(str(key)): clean(item) for key, item in value.items()}
     return value
+
+
+def _what_failed(error: Exception) -> str:
+    """Return the address and the first cause, such as "127.0.0.1:4318: Connection refused"."""
+    *_, first = causes(error)
+    text = (isinstance(first, OSError) and first.strerror) or str(first) or type(first).__name__
+    request = getattr(error, "request", None)  # of errors of `requests`
+    return text if request is None else f"{urlsplit(request.url).netloc}: {text}"
 
 
 def _make_session(answer: Answer) -> Any:

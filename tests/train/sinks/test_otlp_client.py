@@ -100,6 +100,7 @@ def test_a_collector_that_is_down_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     client = OtlpClient("http://127.0.0.1:1/v1/traces", {}, "mine")
     number, reason = client.send(SPANS)
     assert number == 0 and "127.0.0.1" in reason
+    assert reason == "127.0.0.1:1: Connection refused"
     client.close()
 
 
