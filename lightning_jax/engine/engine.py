@@ -30,9 +30,9 @@ from lightning_jax.settings.loading import load_function
 
 log = logging.getLogger(__name__)
 
-# Between Python's threads where an accelerator serves. A decode step takes it a millisecond or two,
-# and the engine's thread asks for the interpreter several times a step. Beside a busy thread it
-# would wait for up to Python's own 5 ms each time.
+# Longest turn of a Python thread where an accelerator serves. The accelerator needs a millisecond
+# or two for a decode step, in which the engine's thread asks for the interpreter several times.
+# Beside a busy thread it would wait for up to 5 ms each time, which is Python's default.
 SWITCH_S = 0.0005
 SHARED = ("serve/compiles", "serve/compiling")  # counted by the programs, which all weights share
 

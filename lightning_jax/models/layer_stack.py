@@ -1,7 +1,7 @@
 """Weights of all layers stacked by kind, so that a program has few arguments.
 
-The host hands every array to every program, which on a GPU takes it longer than a small model's
-layer takes the device. A layer's weights are a static slice of the stack, which XLA reads in place.
+The host passes every array to every program. On a GPU that takes longer than the computation of a
+small model's layer. A layer's weights are a static slice of the stack, which XLA reads in place.
 """
 
 from typing import Any

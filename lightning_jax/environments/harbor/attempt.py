@@ -62,7 +62,8 @@ async def run(  # noqa: PLR0913  (each is a setting)
     """Run a command-line agent on a task, then the task's test script. Return its reward.
 
     `sandbox` is auto, namespaces, processes, or docker, for the command in the task's image.
-    `programs` has those that the command starts by themselves, each with the line that installs it.
+    `programs` names the programs that the command itself starts, each with the command that
+    installs it.
     The word `{instruction}` of the command stands for the instruction, which is also on standard
     input, in JSON. `env` is as `agent.env`. `limits` has max_processes, memory_mib and disk_mib.
     Time limits of the task apply if they are shorter. The tests run after the agent's time is over,

@@ -8,7 +8,7 @@ only the first segments, but a slice of one array would be copied.
 On a GPU or TPU a row is whole, because the kernels read it up to its last token (flash_cache.py).
 A token's key is contiguous there. With tokens on the last axis, the TPU compiler would transpose
 all keys to write one, and transpose them back. The rows of all layers are in one array, because
-the host hands each array to each program, which takes it longer than the device computes.
+the host takes longer to pass an array for each layer than the device takes to compute.
 """
 
 import itertools
