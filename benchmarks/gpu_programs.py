@@ -152,10 +152,9 @@ class EnginePrograms:
         from lightning_jax.engine.device.slots import SlotPrograms
         from lightning_jax.engine.device.table import SlotTable
         from lightning_jax.models.config import MeshConfig
-        from lightning_jax.models.layer_stack import stack_layers, stacked_shardings
         from lightning_jax.models.mesh import make_mesh
-        from lightning_jax.models.sharding import param_shardings
-        from lightning_jax.models.transformer import param_shapes
+        from lightning_jax.models.sharding import param_shardings, stacked_shardings
+        from lightning_jax.models.transformer import param_shapes, stack_layers
 
         config = shape_of(model)
         mesh = make_mesh(MeshConfig(fsdp=1), devices)

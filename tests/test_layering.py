@@ -53,7 +53,7 @@ INNER = {
             "tokenizer_files",
         ),
         *("tokenizer", "config", "policies", "shape", "matmul", "precision", "mesh", "attention"),
-        *("layer_stack", "transformer", "formats", "lora", "sharding", "reshard", "memory"),
+        *("transformer", "formats", "lora", "sharding", "reshard", "memory"),
     ),
     "engine": (
         *("types", "config", "sampling", "scheduler", "grammar", "device", "response"),

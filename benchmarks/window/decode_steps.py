@@ -17,9 +17,8 @@ from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.device.table import SlotTable
 from lightning_jax.engine.sampling import Sampled
 from lightning_jax.engine.types import SamplingParams
-from lightning_jax.models.layer_stack import stack_layers
 from lightning_jax.models.shape import DecoderConfig
-from lightning_jax.models.transformer import Params, param_shapes
+from lightning_jax.models.transformer import Params, param_shapes, stack_layers
 from window.shapes import shape_of
 
 Options = Mapping[str, str]  # of XLA's compiler

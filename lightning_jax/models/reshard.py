@@ -20,9 +20,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lightning_jax.models.formats.param_names import ParamPath, flatten, unflatten
-from lightning_jax.models.layer_stack import stack_layers, stacked_shardings
-from lightning_jax.models.sharding import list_shardings, to_host
-from lightning_jax.models.transformer import Params
+from lightning_jax.models.sharding import list_shardings, stacked_shardings, to_host
+from lightning_jax.models.transformer import Params, stack_layers
 from lightning_jax.settings import ConfigError
 
 HostWeights = dict[ParamPath, tuple[str, np.ndarray]]  # name of the dtype, and the array
@@ -79,7 +78,7 @@ def prepare_copy(
 
     Arrays at the `shared` paths are not copied if they already have this layout and `dtype`. The
     caller must not donate them. If `stacked`, `params` are a whole model, nothing is shared, and
-    the copy has the weights of all layers stacked, see `layer_stack`.
+    the copy has the weights of all layers stacked.
     """
     if stacked:
         return _stacked_copy(params, shardings, dtype)

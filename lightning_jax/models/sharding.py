@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from lightning_jax.models.formats.param_names import ParamPath, flatten, unflatten
 from lightning_jax.models.mesh import MESH_AXES, partition
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
-from lightning_jax.models.transformer import Gather, Params, param_shapes
+from lightning_jax.models.transformer import LAYER, STACK, Gather, Params, param_shapes
 
 # Parameter -> its logical axes, by the last two keys of its path.
 _LOGICAL: dict[ParamPath, tuple[str | None, ...]] = {
@@ -52,6 +52,21 @@ def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
         sizes = [units.get(axis or "", size) for axis, size in pairs]
         shardings[path] = NamedSharding(mesh, partition(logical, sizes, mesh))
     return unflatten(shardings)
+
+
+def stacked_shardings(shardings: Any) -> Any:
+    """Return the shardings of weights whose layers are stacked, from one for all or a tree."""
+    if isinstance(shardings, Sharding):
+        return shardings
+    others = {name: one for name, one in shardings.items() if not name.startswith(LAYER)}
+    return others | {STACK: jax.tree.map(_stacked, shardings[f"{LAYER}0"])}
+
+
+def _stacked(sharding: Sharding) -> Sharding:
+    """Return the sharding of a stack of arrays with this one, which is not split by layer."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return sharding
 
 
 def make_gather(config: DecoderConfig, mesh: Mesh) -> Gather:

@@ -12,7 +12,8 @@ weight in place:
         [N, in, rank], [N, rank, out] if the rows of a batch choose among N adapters
 
 For decoding on a CPU, each kernel [in, out] becomes a kernel_t [out, in] (matmul.py). For decoding
-on a GPU, the weights of all layers are stacked (layer_stack.py).
+on a GPU, `layers` has the weights of all layers stacked by kind, each leaf [L, ...]: the host
+passes every array to every program, which takes it longer than a small model's layer takes the GPU.
 """
 
 import functools
@@ -37,7 +38,6 @@ from lightning_jax.models.attention.kv_cache import (
     write_cache,
 )
 from lightning_jax.models.config import LoraConfig, RematKind
-from lightning_jax.models.layer_stack import STACK, layer_of, stack_layers
 from lightning_jax.models.matmul import matmul, matmul_turned, product
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 
@@ -51,7 +51,23 @@ KEPT: dict[RematKind, tuple[str, ...]] = {
     "attention": attention.RESULTS,
     "full": (),
 }
+STACK, LAYER = "layers", "layers_"  # paths of the stacked layers, and of single ones with a number
 Gather = Callable[[Params], Params]  # gathers all weights, or those of one layer, for use
+
+
+def stack_layers(params: Params) -> Params:
+    """Return the weights with those of all layers stacked on a first axis."""
+    number = sum(name.startswith(LAYER) for name in params)
+    layers = [params[f"{LAYER}{i}"] for i in range(number)]
+    others = {name: leaf for name, leaf in params.items() if not name.startswith(LAYER)}
+    return others | {STACK: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
+
+
+def layer_of(params: Params, layer: int) -> Params:
+    """Return the weights of one layer. Those of a stack are a static slice, read in place."""
+    if STACK in params:
+        return jax.tree.map(lambda leaf: leaf[layer], params[STACK])
+    return params[f"{LAYER}{layer}"]
 
 
 class LayerInputs(NamedTuple):

@@ -19,12 +19,11 @@ from lightning_jax.engine.replicas import split_by_data
 from lightning_jax.models import reshard as module
 from lightning_jax.models.config import LoraConfig, MeshConfig
 from lightning_jax.models.formats.param_names import flatten
-from lightning_jax.models.layer_stack import layer_of, stacked_shardings
 from lightning_jax.models.lora import ADAPTER_LEAVES, adapted, trained_part
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.reshard import copy_host_weights, copy_to_host, params_from_host, reshard
-from lightning_jax.models.sharding import param_shardings, put_on_mesh
-from lightning_jax.models.transformer import init_params
+from lightning_jax.models.sharding import param_shardings, put_on_mesh, stacked_shardings
+from lightning_jax.models.transformer import init_params, layer_of
 from lightning_jax.testing.tiny import tiny_model
 
 MODEL = tiny_model(num_layers=1)

@@ -34,13 +34,12 @@ from lightning_jax.engine.scheduler import ChunkBatch, plan_prefill, row_counts
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.attention.kv_cache import KVCache, is_whole, row_length, segment_lengths
 from lightning_jax.models.formats.param_names import flatten
-from lightning_jax.models.layer_stack import stacked_shardings
 from lightning_jax.models.lora import frozen_part, pick
 from lightning_jax.models.matmul import turn_kernels
 from lightning_jax.models.mesh import platform_of
 from lightning_jax.models.reshard import ServingCopy, prepare_copy, reshard, take_copy
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
-from lightning_jax.models.sharding import cache_sharding, param_shardings
+from lightning_jax.models.sharding import cache_sharding, param_shardings, stacked_shardings
 from lightning_jax.settings import ConfigError
 
 Params = Any
