@@ -28,10 +28,10 @@ class Train(SettingsCommand):
     )
 
     def run(self) -> int:
+        stop_on_sigterm()
+        config = self.load_config()  # before imports, which a wrong key need not wait for
         from lightning_jax.train.loop.check import check_start
 
-        stop_on_sigterm()
-        config = self.load_config()
         check_start(config)
         if config.cluster.trainers:
             from lightning_jax.cli.train_in_cluster import train_in_cluster
