@@ -7,16 +7,20 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import random
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NotRequired, TypeVar, cast, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from lightning_jax.errors import UserError
 from lightning_jax.settings.errors import ConfigError
@@ -63,6 +67,55 @@ def check_reference(reference: str, kind: PathKind = PathKind.FUNCTION) -> None:
     names = {name for node in ast.walk(tree) for name in _bound_names(node)}
     if not names & {name, "*", "__getattr__", "globals"}:
         raise _no_such_name(reference, path, name, kind)
+
+
+def read_options(
+    function: Callable[..., Any], arguments: Sequence[str], options: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """Return the options of a function, converted to the types in its signature.
+
+    The function is called with these arguments by position, then with the options by name. `where`
+    is the section of the settings that names it. Raises ConfigError if it cannot be called so, and
+    for an option that it does not take, lacks, or takes as another type.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        signature = inspect.signature(function)
+        signature.bind_partial(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}: {name} cannot be called with ({', '.join(arguments)}): {error}",
+            reason="wrong_signature",
+            key=where,
+        ) from error
+    except ValueError:  # a builtin may have no signature
+        return dict(options)
+    parameters = list(signature.parameters.values())
+    parameters = [p for p in parameters[len(arguments) :] if p.kind is not p.VAR_POSITIONAL]
+    fields = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    hints = _hints(function)
+    keys = {p.name: hints.get(p.name, Any) for p in fields}
+    keys |= {p.name: NotRequired[keys[p.name]] for p in fields if p.default is not p.empty}
+    form = cast(Any, TypedDict)("form", keys)
+    form.__pydantic_config__ = ConfigDict(
+        arbitrary_types_allowed=True, extra="forbid" if fields == parameters else "allow"
+    )
+    try:
+        return TypeAdapter(form).validate_python(dict(options))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join((where, "options", *map(str, first["loc"])))
+        names = ", ".join(p.name for p in fields) or "none"
+        raise ConfigError.invalid(
+            key, f"{key}: {first['msg']}; the options of {name} are: {names}."
+        ) from error
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(function, include_extras=True)
+    except Exception:  # noqa: BLE001  (annotations are the user's code)
+        return {}
 
 
 def find_program(program: str, key: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_jax.rollouts.agents.outcome import Outcome, failure, outcome_of, outcome_of_error
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.settings import ConfigError
-from lightning_jax.settings.loading import load_function
+from lightning_jax.settings.loading import load_function, read_options
 from lightning_jax.system.network import go_direct
 from lightning_jax.system.threads import start_thread
 from lightning_jax.types import LLM, Task
@@ -47,19 +47,9 @@ def as_agent(function: Any, options: Mapping[str, Any] | None = None) -> Agent:
             reason="not_callable",
             key="agent",
         )
-    try:
-        inspect.signature(function).bind(None, None, **(options or {}))
-    except TypeError as error:
-        added = f" and agent.options ({', '.join(options)})" if options else ""
-        raise ConfigError(
-            f"the agent {function!r} cannot be called with (task, llm){added}: {error}",
-            reason="wrong_signature",
-            key="agent.options" if options else "agent",
-        ) from error
-    except ValueError:  # a builtin may have no signature
-        pass
+    options = read_options(function, ("task", "llm"), options or {}, "agent")
     if check := getattr(function, "check_options", None):
-        check(**(options or {}))
+        check(**options)
     if options:
         function = functools.partial(function, **options)
     if inspect.iscoroutinefunction(function):

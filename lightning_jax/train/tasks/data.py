@@ -3,14 +3,11 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import ValidationError, validate_call
+from typing import TypeVar
 
 from lightning_jax.settings import ConfigError
-from lightning_jax.settings.loading import load_function
+from lightning_jax.settings.loading import load_function, read_options
 from lightning_jax.train.config import Config, DataConfig
 from lightning_jax.train.tasks.record_files import DatasetError
 from lightning_jax.train.tasks.task_files import load_task_files
@@ -48,7 +45,8 @@ def load_tasks(config: Config) -> tuple[list[Task], list[Task]]:
 
 
 def _load_split(load: Loader, split: str, data: DataConfig, cache_dir: Path) -> Split:
-    loaded = _call(load, split, data, cache_dir)
+    options = read_options(load, ("root", "split", "cache_dir"), data.options, "data")
+    loaded = load(data.root, split, cache_dir, **options)
     if not (isinstance(loaded, tuple) and len(loaded) == 2):
         raise ConfigError.wrong_type(
             "data.load",
@@ -71,25 +69,6 @@ def _load_split(load: Loader, split: str, data: DataConfig, cache_dir: Path) -> 
         left_out["over_max_train_tasks"] = len(tasks) - data.max_train_tasks
         tasks = evenly_spaced(tasks, data.max_train_tasks)  # a file's start may have only one kind
     return tasks, left_out
-
-
-def _call(load: Loader, split: str, data: DataConfig, cache_dir: Path) -> Any:
-    """Call the loader. Options are converted to the types in its signature."""
-    try:
-        return validate_call(load)(data.root, split, cache_dir, **data.options)
-    except ValidationError as error:
-        if error.title != load.__name__:
-            raise  # from inside the loader
-        path, message = error.errors()[0]["loc"], error.errors()[0]["msg"]
-        parameters = signature(load).parameters.values()
-        options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        is_option = path[0] in {*options, *data.options}
-        key = ".".join(("data.options", *map(str, path))) if is_option else "data.load"
-        raise ConfigError.invalid(
-            key,
-            f"{key}: {message}; {data.load or load.__name__} takes root, split, a directory and "
-            f"{'the options ' + ', '.join(options) if options else 'no options'}.",
-        ) from error
 
 
 def _check_ids(tasks: list[Task], split: str) -> None:

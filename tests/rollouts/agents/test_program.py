@@ -91,11 +91,33 @@ async def test_options_reach_functions_and_programs(tmp_path: Path) -> None:
     ):
         assert await make_agent(config)({"id": "a"}, URL) == result
     for python, reason, key in (
-        (None, "wrong_signature", "agent.options"),
+        (None, "invalid", "agent.options.sizes"),
         (sys.executable, "not_loaded", "agent.python"),
     ):
         with raises_coded(ConfigError, reason, key):
             make_agent(AgentConfig(function, python=python, options={"sizes": 3}))
+
+
+def test_options_are_read_as_the_types_of_the_function(tmp_path: Path) -> None:
+    file = tmp_path / "typed.py"
+    file.write_text(
+        "def run(task, llm, ask: str, *, sizes: tuple[int, ...] = (), other=None):\n"
+        "    return float(len(ask) + sum(sizes) + isinstance(sizes, tuple))\n"
+    )
+
+    def result(**options: Any) -> Any:
+        agent = make_agent(AgentConfig(f"{file}:run", options=options))
+        return asyncio.run(agent({"id": "a"}, URL))  # type: ignore[arg-type]
+
+    assert result(ask="ab", sizes=[3, "4"], other={}) == 10
+    for options, key in (
+        ({"ask": {"Reply with": "NUMBER"}}, "ask"),  # an unquoted colon in YAML
+        ({"ask": "ab", "sizes": [3, "four"]}, "sizes.1"),
+        ({}, "ask"),
+        ({"ask": "ab", "copy": 1}, "copy"),
+    ):
+        with raises_coded(ConfigError, "invalid", f"agent.options.{key}"):
+            result(**options)
 
 
 async def test_prompts_reach_functions_and_programs(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_tasks_need_unique_ids(tmp_path: Path, tasks: str, reason: str, key: str
 def test_a_loader_of_another_form_is_refused(tmp_path: Path) -> None:
     with raises_coded(ConfigError, "wrong_type", "data.load"):
         _load(tmp_path, "def load(root, split, cache_dir):\n    return [{'id': 'a'}]\n")
-    with raises_coded(ConfigError, "invalid", "data.load"):
+    with raises_coded(ConfigError, "wrong_signature", "data"):
         _load(tmp_path, "def load(root):\n    return [], {}\n")
 
 
