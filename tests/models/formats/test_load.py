@@ -42,6 +42,14 @@ def test_a_saved_model_loads_again(family, tmp_path):
     assert not getattr(theirs, "use_sliding_window", False)
 
 
+def test_a_family_names_the_format_of_its_tool_calls_unless_the_settings_do(tmp_path):
+    for family, expected in (("mistral", "mistral"), ("olmo2", "")):
+        path = str(tmp_path / family)
+        save_hf(path, variant(family))
+        assert load_model(path).tokenizer.tool_format == expected
+        assert load_model(path, tool_format="hermes").tokenizer.tool_format == "hermes"
+
+
 def test_bfloat16_is_kept_and_converted(tmp_path):
     model = dataclasses.replace(
         TINY, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), TINY.params)
@@ -131,6 +139,7 @@ def test_wrong_gguf_files_are_refused(tmp_path):
             "unsupported",
             "use_sliding_window",
         ),
+        ({"model_type": "mistral", "sliding_window": 4096}, "unsupported", "sliding_window"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "unsupported",
