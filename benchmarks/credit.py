@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.models.shape import Attention, Block, DecoderConfig, DecoderShape, Dense
 from lightning_jax.models.transformer import Params, forward, init_params, unembed
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.prepare import prepare_step
@@ -44,8 +44,8 @@ WINDOW = 4  # steps over which success is averaged
 TARGET = 0.9
 MODEL = DecoderConfig(
     DecoderShape(
-        vocab_size=FIRST_TURN + NUM_CALLS, embed_dim=32, mlp_dim=64, num_layers=1, num_heads=4,
-        num_kv_heads=2, head_dim=8, tie_embeddings=False,
+        vocab_size=FIRST_TURN + NUM_CALLS, embed_dim=32,
+        blocks=(Block(Attention(4, 2, 8), Dense(64)),), tie_embeddings=False,
     )
 )  # fmt: skip
 BATCH = BatchConfig(rows=1, row_len=1024, max_targets=256, head_chunk=256)

@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.lora import adapted_shape
-from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.models.shape import Attention, Block, DecoderConfig, DecoderShape, Dense
 from lightning_jax.models.transformer import Params, forward, init_params, unembed
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.prepare import prepare_policies
@@ -49,8 +49,8 @@ LORA = LoraConfig(rank=8, alpha=16.0)
 MODEL = adapted_shape(
     DecoderConfig(
         DecoderShape(
-            vocab_size=12, embed_dim=32, mlp_dim=64, num_layers=1, num_heads=4, num_kv_heads=2,
-            head_dim=8, tie_embeddings=False,
+            vocab_size=12, embed_dim=32, blocks=(Block(Attention(4, 2, 8), Dense(64)),),
+            tie_embeddings=False,
         )
     ),
     LORA,

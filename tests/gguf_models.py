@@ -11,10 +11,11 @@ import numpy as np
 from gguf import GGUFValueType
 
 from lightning_jax.models.attention.attention import rope_frequencies
-from lightning_jax.models.formats.families import FAMILIES
+from lightning_jax.models.families.fields import Fields, K, Sizes
+from lightning_jax.models.families.table import FAMILIES
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
-from lightning_jax.models.shape import DecoderConfig, DecoderShape, RopeScaling
+from lightning_jax.models.shape import DecoderConfig, Rope, RopeScaling
 from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
@@ -24,15 +25,30 @@ NUMBER, REAL, FLAG = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.
 TEXT, ARRAY, SIGNED = GGUFValueType.STRING, GGUFValueType.ARRAY, GGUFValueType.INT32
 
 
+@dataclasses.dataclass(frozen=True)
+class SmallFields(Fields):
+    """Fields of a small model of any family, with its defaults for what only it has."""
+
+    family: str
+
+    def sizes(self, *, head_dim: int | None = None) -> Sizes:
+        is_tied = self.family != "qwen3"
+        return Sizes(self.family, 259, 16, 24, 2, 4, 2, 6, 1e-5, is_tied, 2048)
+
+    def rope(self, head_dim: int) -> Rope:
+        return Rope(500000.0, SCALING if self.family == "llama" else None)
+
+    def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
+        assert default is not None
+        return default
+
+    def require(self, **values: Any) -> None:
+        pass
+
+
 def variant(family: str) -> LoadedModel:
     """Return a model with all that its family has, whose weights are all random."""
-    shape = DecoderShape(
-        259, 16, 24, 2, 4, 2, 6, rope_theta=500000.0,
-        rope_scaling=SCALING if family == "llama" else None,
-        tie_embeddings=family != "qwen3", qkv_bias=FAMILIES[family].qkv_bias,
-        qk_norm=FAMILIES[family].qk_norm, family=family,
-    )  # fmt: skip
-    config = DecoderConfig(shape)
+    config = DecoderConfig(FAMILIES[family].read(SmallFields(family)))
     params = init_params(config, jax.random.key(1))
     noisy = {path: leaf + 0.1 for path, leaf in flatten(params).items()}
     return dataclasses.replace(TINY, config=config, params=unflatten(noisy))
@@ -53,15 +69,17 @@ def _permute(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _tensors(model: LoadedModel) -> dict[str, np.ndarray]:
-    shape, flat, tensors = model.config.shape, flatten(model.params), {}
+    shape, flat = model.config.shape, flatten(model.params)
+    mixer, parts = shape.blocks[0].mixer, {}
     for param in named_params(shape):
-        rows = np.asarray(flat[param.path])
-        rows = rows.T if param.transpose else rows
-        heads = {"q": shape.num_heads, "k": shape.num_kv_heads}.get(param.path[1])
-        if shape.family == "llama" and heads:
-            rows = _permute(rows, heads)
-        tensors[param.gguf] = np.ascontiguousarray(rows)
-    return tensors
+        rows = param.rows(np.asarray(flat[param.path]))
+        if param.from_gguf is not None:
+            rows = _permute(rows, mixer.heads if param.path[1] == "q" else mixer.kv_heads)
+        parts.setdefault(param.gguf.name, {})[param.gguf.start] = np.ascontiguousarray(rows)
+    return {
+        name: np.concatenate([rows[start] for start in sorted(rows)])
+        for name, rows in parts.items()
+    }
 
 
 def write_gguf(
@@ -72,24 +90,28 @@ def write_gguf(
     tensors: Mapping[str, np.ndarray] = {},
     kept: Collection[str] | None = None,
     is_quantized: bool = False,
+    architecture: str | None = None,
 ) -> None:
     """Write a GGUF file of the model, or of the tensors `kept`.
 
     `fields` has more fields, or other values for them: (value, type, type of an array's items).
-    `tensors` are written too. `is_quantized` rounds the embedding to 8 bits.
+    `tensors` are written too. `is_quantized` rounds the embedding to 8 bits. `architecture` is
+    another name than the model's.
     """
-    shape, family = model.config.shape, model.config.shape.family
+    shape, family = model.config.shape, architecture or model.config.shape.family
+    mixer, mlp = shape.blocks[0].mixer, shape.blocks[0].mlp
+    assert mixer.rope is not None
     vocabulary = model.tokenizer.vocabulary
     values: dict[str, tuple[Any, ...]] = {
         f"{family}.embedding_length": (shape.embed_dim, NUMBER),
-        f"{family}.feed_forward_length": (shape.mlp_dim, NUMBER),
+        f"{family}.feed_forward_length": (mlp.size, NUMBER),
         f"{family}.block_count": (shape.num_layers, NUMBER),
-        f"{family}.attention.head_count": (shape.num_heads, NUMBER),
-        f"{family}.attention.head_count_kv": (shape.num_kv_heads, NUMBER),
-        f"{family}.attention.key_length": (shape.head_dim, NUMBER),
+        f"{family}.attention.head_count": (mixer.heads, NUMBER),
+        f"{family}.attention.head_count_kv": (mixer.kv_heads, NUMBER),
+        f"{family}.attention.key_length": (mixer.head_dim, NUMBER),
         f"{family}.context_length": (shape.max_positions, NUMBER),
-        f"{family}.attention.layer_norm_rms_epsilon": (shape.norm_eps, REAL),
-        f"{family}.rope.freq_base": (shape.rope_theta, REAL),
+        f"{family}.attention.layer_norm_rms_epsilon": (shape.norm.eps, REAL),
+        f"{family}.rope.freq_base": (mixer.rope.theta, REAL),
         "tokenizer.ggml.model": ("gpt2", TEXT),
         "tokenizer.ggml.pre": ("gpt-2", TEXT),
         "tokenizer.ggml.tokens": (sorted(vocabulary, key=vocabulary.__getitem__), ARRAY, TEXT),
@@ -107,9 +129,9 @@ def write_gguf(
         elif kept is None or name in kept:
             writer.add_tensor(name, rows)
     more = dict(tensors)
-    if shape.rope_scaling:
-        usual = rope_frequencies(shape.head_dim, shape.rope_theta, None)
-        stretched = rope_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+    if mixer.rope.scaling:
+        usual = rope_frequencies(mixer.head_dim, mixer.rope.theta, None)
+        stretched = rope_frequencies(mixer.head_dim, mixer.rope.theta, mixer.rope.scaling)
         more["rope_freqs.weight"] = np.asarray(usual / stretched)
     for name, rows in more.items():
         writer.add_tensor(name, rows)

@@ -129,7 +129,7 @@ def bytes_per_step(load: Workload) -> float:
     tied = config.shape.tie_embeddings
     read = shapes if tied else {k: v for k, v in shapes.items() if k != "embed"}
     weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(read))
-    width = config.shape.num_layers * config.shape.num_kv_heads * config.shape.head_dim
+    width = sum(block.mixer.kv_heads * block.mixer.head_dim for block in config.shape.blocks)
     return 2.0 * (weights + 2 * load.slots * load.used * width)
 
 

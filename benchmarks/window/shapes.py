@@ -5,9 +5,17 @@ from typing import Any
 
 def shape_of(name: str) -> Any:
     """Return the DecoderConfig of `tiny`, `135m`, `0.5b`, `1.5b` or `8b`."""
-    from lightning_jax.models.formats.families import SHAPES
+    from lightning_jax.models.families.table import SHAPES
     from lightning_jax.models.formats.find import tiny_shape
-    from lightning_jax.models.shape import DecoderConfig, DecoderShape
+    from lightning_jax.models.shape import (
+        Attention,
+        Block,
+        DecoderConfig,
+        DecoderShape,
+        Dense,
+        Norm,
+        Rope,
+    )
 
     if name == "tiny":
         return DecoderConfig(tiny_shape())
@@ -15,26 +23,15 @@ def shape_of(name: str) -> Any:
         shape = DecoderShape(
             vocab_size=49152,
             embed_dim=576,
-            mlp_dim=1536,
-            num_layers=30,
-            num_heads=9,
-            num_kv_heads=3,
-            head_dim=64,
-            rope_theta=100000.0,
+            blocks=30 * (Block(Attention(9, 3, 64, Rope(100000.0)), Dense(1536)),),
             max_positions=8192,
         )
     elif name == "0.5b":  # Qwen2.5-0.5B
         shape = DecoderShape(
             vocab_size=151936,
             embed_dim=896,
-            mlp_dim=4864,
-            num_layers=24,
-            num_heads=14,
-            num_kv_heads=2,
-            head_dim=64,
-            rope_theta=1e6,
-            norm_eps=1e-6,
-            qkv_bias=True,
+            blocks=24 * (Block(Attention(14, 2, 64, Rope(1e6), bias=True), Dense(4864)),),
+            norm=Norm(1e-6),
             max_positions=32768,
             family="qwen2",
         )

@@ -18,12 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
+from lightning_jax.models.blocks.layer import kernels_of
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.formats.huggingface import write_json
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import ParamPath, flatten, hf_module, unflatten
 from lightning_jax.models.shape import DecoderConfig
-from lightning_jax.models.transformer import Params, init_params
+from lightning_jax.models.transformer import Params, init_params, layer_of
+from lightning_jax.settings import ConfigError
 
 ADAPTER_LEAVES = ("lora_a", "lora_b")
 _PEFT_LEAVES = {"lora_a": "lora_A", "lora_b": "lora_B"}
@@ -34,10 +36,18 @@ def adapted_shape(
 ) -> DecoderConfig:
     """Return the model's config with these adapters, unchanged for rank 0.
 
-    With `number` each kernel has that many adapters, and each row of a batch chooses one.
+    With `number` each kernel has that many adapters, and each row of a batch chooses one. Raises
+    ConfigError for a target that is not a kernel of the model.
     """
     if not lora.rank:
         return model
+    kernels = {name for block in model.shape.blocks for name in kernels_of(block)}
+    if strange := [name for name in lora.targets if name not in kernels]:
+        raise ConfigError.unsupported(
+            "model.lora.targets",
+            f"model.lora.targets has {strange[0]}, a kernel that {model.shape.family} models do "
+            f"not have; use some of {', '.join(sorted(kernels))}",
+        )
     return model.with_execution(lora=lora, num_adapters=number)
 
 
@@ -102,7 +112,8 @@ def adapted_facts(model: LoadedModel) -> dict[str, float | str]:
     lora = model.config.execution.lora
     if lora is None:
         return {}
-    kernel = model.params["layers_0"]["q"]["kernel"].astype(jnp.bfloat16)
+    first = kernels_of(model.config.shape.blocks[0])[0]
+    kernel = layer_of(model.params, 0)[first]["kernel"].astype(jnp.bfloat16)
     checksum = zlib.crc32(np.asarray(jax.device_get(kernel)).tobytes())
     return {"model.lora.alpha": lora.alpha, "weights of checksum": checksum}
 
@@ -128,20 +139,21 @@ def merged(model: LoadedModel) -> LoadedModel:
     return replace(model, config=model.config.with_execution(lora=None), params=unflatten(kernels))
 
 
-def write_peft(directory: Path, lora: LoraConfig, params: Params, base: str) -> None:
+def write_peft(directory: Path, config: DecoderConfig, params: Params, base: str) -> None:
     """Write adapter_config.json and adapter_model.safetensors for the adapters in `params`.
 
     `base` is the name of the base model, as in `model.name`.
     """
-    adapters = flatten(trained_part(params))
+    lora, adapters = config.execution.lora, flatten(trained_part(params))
+    assert lora is not None, "the model has adapters"
     arrays = {}
     for (layer, part, leaf), array in adapters.items():
         rows = np.asarray(jax.device_get(array)).astype(np.float32).T  # [out, in]
-        name = f"base_model.model.{hf_module(layer, part)}.{_PEFT_LEAVES[leaf]}.weight"
-        arrays[name] = np.ascontiguousarray(rows)
+        module = f"base_model.model.{hf_module(config.shape, layer, part)}"
+        arrays[f"{module}.{_PEFT_LEAVES[leaf]}.weight"] = np.ascontiguousarray(rows)
     safetensors.numpy.save_file(arrays, directory / "adapter_model.safetensors", {"format": "pt"})
     layer = next(iter(adapters))[0]
-    modules = [hf_module(layer, target).rpartition(".")[2] for target in lora.targets]
+    modules = [hf_module(config.shape, layer, target).rpartition(".")[2] for target in lora.targets]
     write_json(
         directory / "adapter_config.json",
         {

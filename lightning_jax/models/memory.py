@@ -5,6 +5,7 @@ It is exact for weights and caches, and an estimate for the rest of a training s
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,13 +13,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from lightning_jax.models.attention.kv_cache import init_cache
+from lightning_jax.models.blocks.layer import activations_of
+from lightning_jax.models.blocks.parts import Width
 from lightning_jax.models.config import RematKind
 from lightning_jax.models.lora import frozen_part, pick, trained_part
 from lightning_jax.models.mesh import MESH_AXES, platform_of
 from lightning_jax.models.reshard import layout, lies_at
-from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.shape import Block, DecoderConfig
 from lightning_jax.models.sharding import param_shardings
-from lightning_jax.models.transformer import KEPT, param_shapes
+from lightning_jax.models.transformer import KEPT, layer_of, param_shapes
 
 
 def weight_bytes(
@@ -98,7 +101,10 @@ def used_weight_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dty
     numbers = shape.vocab_size * shape.embed_dim // _split("vocab", shape.vocab_size, mesh)
     outside = numbers * dtype.itemsize * (1 if shape.tie_embeddings else 2)
     # The gradients of gathered weights are also whole until they are reduced.
-    at_once = outside + (whole - outside) // shape.num_layers
+    at_once = outside + max(
+        weight_bytes(model, tensor_only, dtype, partial(layer_of, layer=shape.blocks.index(block)))
+        for block in shape.distinct_blocks
+    )
     return copy + (whole + at_once if remat == "none" else 2 * at_once)
 
 
@@ -109,19 +115,26 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dtyp
     three arrays of the MLP. With `remat` only one layer at a time does so. The others keep their
     input and what `transformer.KEPT` names, of which the log-sums are float32.
     """
-    shape = model.shape
-    heads = shape.num_heads * shape.head_dim // _split("heads", shape.num_heads, mesh)
-    keys = shape.num_kv_heads * shape.head_dim // _split("kv_heads", shape.num_kv_heads, mesh)
-    mlp = shape.mlp_dim // _split("mlp", shape.mlp_dim, mesh)
-    layer = 4 * shape.embed_dim + 3 * heads + 3 * keys + 3 * mlp
-    size = jnp.dtype(dtype).itemsize
+    shape, size = model.shape, jnp.dtype(dtype).itemsize
+
+    def numbers(width: Width) -> int:
+        return width.units * width.size // _split(width.axis, width.units, mesh)
+
+    def layer(block: Block) -> int:
+        widths = activations_of(block).values()
+        return 4 * shape.embed_dim + sum(numbers(w) for w in widths if not w.is_statistic)
+
+    def kept(block: Block) -> int:
+        widths = ((name, width) for name, width in activations_of(block).items())
+        named = [width for name, width in widths if remat != "none" and name in KEPT[remat]]
+        sizes = (numbers(width) * (4 if width.is_statistic else size) for width in named)
+        return shape.embed_dim * size + sum(sizes)
+
+    layers = {block: layer(block) * size for block in shape.distinct_blocks}
+    largest = max(layers.values())
     if remat == "none":
-        return (shape.num_layers + 1) * layer * size
-    sizes = {"attention_out": heads, "q": heads, "k": keys, "v": keys, "gate": mlp, "up": mlp}
-    num_bytes = {name: numbers * size for name, numbers in sizes.items()}
-    num_bytes["attention_log_sums"] = 4 * heads // shape.head_dim
-    kept = shape.embed_dim * size + sum(num_bytes[name] for name in KEPT[remat])
-    return shape.num_layers * kept + 2 * layer * size
+        return largest + sum(layers[block] for block in shape.blocks)
+    return sum(kept(block) for block in shape.blocks) + 2 * largest
 
 
 def logit_bytes(model: DecoderConfig, mesh: Mesh) -> int:
@@ -151,8 +164,11 @@ def decode_bytes(model: DecoderConfig, mesh: Mesh, dtype: Any) -> tuple[int, int
         tied = model.shape.tie_embeddings
         return tree if tied else {key: leaf for key, leaf in tree.items() if key != "embed"}
 
-    numbers = 2 * model.shape.num_layers * model.shape.num_kv_heads * model.shape.head_dim
-    token = numbers // _split("kv_heads", model.shape.num_kv_heads, mesh)
+    mixers = [block.mixer for block in model.shape.blocks]
+    token = sum(
+        2 * mixer.kv_heads * mixer.head_dim // _split("kv_heads", mixer.kv_heads, mesh)
+        for mixer in mixers
+    )
     return weight_bytes(model, mesh, dtype, read), token * jnp.dtype(dtype).itemsize
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from lightning_jax.models.blocks.matmul import matmul
 from lightning_jax.models.config import AUTO, ModelConfig
-from lightning_jax.models.matmul import matmul
 
 log = logging.getLogger(__name__)
 

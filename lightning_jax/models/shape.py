@@ -1,7 +1,10 @@
-"""Shape of a model, and how it is computed. Imports no JAX."""
+"""Shape of a model, which is a tuple of blocks, and how it is computed. Imports no JAX.
+
+Blocks have shapes only, so that equal ones are computed by one program. `Execution` is beside them.
+"""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import LoraConfig
@@ -18,30 +21,30 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class DecoderShape:
-    """Sizes of a model and constants of its formulas, as the files of its weights have them."""
+class Rope:
+    """Rotary positions of a layer's queries and keys."""
 
-    vocab_size: int
-    embed_dim: int
-    mlp_dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Mixer of a block: attention of `heads` query heads to `kv_heads` key heads."""
+
+    heads: int
+    kv_heads: int
     head_dim: int
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = True
-    qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # Qwen3
-    max_positions: int = 2048
-    family: str = "llama"  # llama, qwen2 or qwen3, the name in a saved model
+    rope: Rope | None = Rope()  # None: queries and keys are not rotated
+    bias: bool = False  # added to queries, keys and values, as in Qwen2
+    # RMS norm of queries and keys: of each head, as in Qwen3, or of all heads, as in OLMo 2.
+    qk_norm: Literal["head", "projection"] | None = None
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
+        if self.heads % self.kv_heads:
             raise InvalidValue.mismatch(
                 "num_heads",
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}",
+                f"num_heads={self.heads} is not a multiple of num_kv_heads={self.kv_heads}",
             )
         if self.head_dim % 2:
             raise InvalidValue.invalid(
@@ -50,12 +53,65 @@ class DecoderShape:
 
 
 @dataclass(frozen=True)
+class Dense:
+    """MLP of a block: two products of `size` features, one gated by the other."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Layer of a decoder: a mixer of tokens, then an MLP, both added to the layer's input."""
+
+    mixer: Attention
+    mlp: Dense
+    norms: Literal["before", "after"] = "before"  # of the mixer and the MLP, or of their results
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS norms of a model."""
+
+    eps: float = 1e-5
+    is_wide: bool = False  # the scale multiplies in float32, before the result is rounded
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Blocks of a model and what is around them, as the files of its weights have them."""
+
+    vocab_size: int
+    embed_dim: int
+    blocks: tuple[Block, ...]
+    norm: Norm = Norm()
+    tie_embeddings: bool = True
+    max_positions: int = 2048
+    family: str = "llama"  # name in a saved model, see families/
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def distinct_blocks(self) -> tuple[Block, ...]:
+        """Blocks that differ, in the order of the first layer of each."""
+        return tuple(dict.fromkeys(self.blocks))
+
+    @property
+    def period(self) -> int:
+        """Smallest number of layers after which the blocks repeat."""
+        blocks, number = self.blocks, len(self.blocks)
+        return next(n for n in range(1, number + 1) if blocks[n:] == blocks[: number - n])
+
+
+@dataclass(frozen=True)
 class Execution:
     """Computation of a model of any shape: its adapters, layout, dtype and loops."""
 
     lora: LoraConfig | None = None  # adapters among the parameters, of rank 1 or more
     num_adapters: int | None = None  # N per kernel, [N, ...], and a row chooses; None: one, [...]
-    turned: bool = False  # kernels are kernel_t, which has no gradient (matmul.py)
+    turned: bool = False  # kernels are kernel_t, which has no gradient (blocks/matmul.py)
     activation_dtype: str | None = None  # None: the dtype of the weights
     scans_layers: bool = True  # with `remat`: a loop over stacked weights. False: layer by layer
 

@@ -3,6 +3,7 @@
 In a multi-process run all processes must call `put_on_mesh` and `to_host` in the same order.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -10,42 +11,28 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from lightning_jax.models.blocks.layer import axes_of, units_of
+from lightning_jax.models.blocks.parts import Axes
 from lightning_jax.models.formats.param_names import ParamPath, flatten, unflatten
 from lightning_jax.models.mesh import MESH_AXES, partition
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.transformer import LAYER, STACK, Gather, Params, param_shapes
 
-# Parameter -> its logical axes, by the last two keys of its path.
-_LOGICAL: dict[ParamPath, tuple[str | None, ...]] = {
+# Logical axes of the parameters outside the layers. Those of a layer are in blocks/.
+_OUTSIDE: dict[ParamPath, Axes] = {
     ("embed", "embedding"): ("vocab", "embed"),
     ("head", "kernel"): ("embed", "vocab"),
-    ("q", "kernel"): ("embed", "heads"),
-    ("k", "kernel"): ("embed", "kv_heads"),
-    ("v", "kernel"): ("embed", "kv_heads"),
-    ("o", "kernel"): ("heads", "embed"),
-    ("gate", "kernel"): ("embed", "mlp"),
-    ("up", "kernel"): ("embed", "mlp"),
-    ("down", "kernel"): ("mlp", "embed"),
-    ("q", "bias"): ("heads",),
-    ("k", "bias"): ("kv_heads",),
-    ("v", "bias"): ("kv_heads",),
-}
-# An adapter is sharded like its kernel. Its rank axis is never split.
-_LOGICAL |= {
-    (name, leaf): (axes[0], None) if leaf == "lora_a" else (None, axes[1])
-    for (name, kind), axes in _LOGICAL.items()
-    if kind == "kernel"
-    for leaf in ("lora_a", "lora_b")
 }
 
 
 def param_shardings(config: DecoderConfig, mesh: Mesh) -> Params:
     """Return a tree of the parameters' shardings. An axis that does not divide stays whole."""
-    shapes = flatten(param_shapes(config))
-    units = {"heads": config.shape.num_heads, "kv_heads": config.shape.num_kv_heads}
     shardings = {}
-    for path, leaf in shapes.items():
-        logical = _LOGICAL.get(path[-2:], ())
+    for path, leaf in flatten(param_shapes(config)).items():
+        logical, units = _OUTSIDE.get(path, ()), {}
+        if path[0].startswith(LAYER):
+            block = config.shape.blocks[int(path[0].removeprefix(LAYER))]
+            logical, units = axes_of(block).get(path[1:], ()), units_of(block)
         logical = (None,) * (len(leaf.shape) - len(logical)) + logical  # stacked adapters
         # Whole heads are split between devices. A head itself is never split.
         pairs = zip(logical, leaf.shape, strict=True)
@@ -76,17 +63,13 @@ def make_gather(config: DecoderConfig, mesh: Mesh) -> Gather:
     reduce-scattered to where the weights are. Without this, the compiler would move activations,
     which are larger.
     """
-    specs = {
-        path[-2:]: sharding.spec
-        for path, sharding in flatten(param_shardings(config, mesh)).items()
-    }
+    shardings = flatten(param_shardings(config, mesh))
 
-    def gather(params: Params) -> Params:
+    def gather(params: Params, layer: int | None = None) -> Params:
+        above = () if layer is None else (f"{LAYER}{layer}",)
+        leaves = flatten(params).items()
         return unflatten(
-            {
-                path: _gather_leaf(leaf, NamedSharding(mesh, specs[path[-2:]]))
-                for path, leaf in flatten(params).items()
-            }
+            {path: _gather_leaf(leaf, shardings[*above, *path]) for path, leaf in leaves}
         )
 
     return gather
@@ -114,9 +97,8 @@ def _gather_leaf(leaf: Any, split: NamedSharding) -> Any:
 
 def cache_sharding(shape: DecoderShape, mesh: Mesh) -> NamedSharding:
     """Return the sharding of one segment of keys or values [S, K, ...], split by head only."""
-    return NamedSharding(
-        mesh, partition((None, "kv_heads", None, None), [1, shape.num_kv_heads, 1, 1], mesh)
-    )
+    heads = math.gcd(*(block.mixer.kv_heads for block in shape.blocks))
+    return NamedSharding(mesh, partition((None, "kv_heads", None, None), [1, heads, 1, 1], mesh))
 
 
 def put_on_mesh(tree: Any, shardings: Any, *, donate: bool = False) -> Any:

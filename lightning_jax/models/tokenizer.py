@@ -9,9 +9,10 @@ from typing import Any
 
 import tokenizers
 
-from lightning_jax.models import chat_template, slow_tokenizers, token_bytes, tokenizer_files
+from lightning_jax.models import chat_template
 from lightning_jax.models.chat_template import end_of_turn
 from lightning_jax.models.model_files import malformed, read_object
+from lightning_jax.models.vocabulary import slow_tokenizers, token_bytes, tokenizer_files
 from lightning_jax.types import Message
 
 TOOL_TEMPLATE = "tool_use"  # name of the template that transformers uses for tools

@@ -1,6 +1,7 @@
 """Random models and tokenizers small enough for a test, and settings for a run of seconds."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import tokenizers
@@ -39,6 +40,13 @@ def tiny_model(seed: int = 0, *, num_layers: int = 2, embed_dim: int = 32) -> Lo
     config = DecoderConfig(tiny_shape(num_layers=num_layers, embed_dim=embed_dim))
     params = init_params(config, jax.random.key(seed))
     return LoadedModel(TINY, config, params, tiny_tokenizer())
+
+
+def with_mixers(config: DecoderConfig, **changes: Any) -> DecoderConfig:
+    """Return the config with some fields of all mixers changed."""
+    blocks = config.shape.blocks
+    changed = (replace(block, mixer=replace(block.mixer, **changes)) for block in blocks)
+    return config.with_shape(blocks=tuple(changed))
 
 
 def tiny_policies(lora: LoraConfig, number: int = 2) -> LoadedModel:

@@ -63,7 +63,7 @@ def test_a_step_reads_all_weights_but_embeddings_beside_a_head(
         for leaf in jax.tree.leaves(part)
     )  # fmt: skip
     assert bound.step_s == pytest.approx(size * (table + layers) / 1000)
-    keys = shape.num_layers * shape.num_kv_heads * shape.head_dim
+    keys = sum(block.mixer.kv_heads * block.mixer.head_dim for block in shape.blocks)
     assert bound.token_s == pytest.approx(size * 2 * keys / 1000)
 
 

@@ -18,7 +18,7 @@ from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.transformer import Linear, forward, init_params
 from lightning_jax.settings import ConfigError, load_config
-from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.testing.tiny import tiny_model, with_mixers
 from lightning_jax.train.config import Config
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -43,7 +43,7 @@ def tokens_and_positions():
 
 
 def test_adapters_compute_what_merged_weights_compute():
-    config = MODEL.config.with_shape(qkv_bias=True, qk_norm=True)
+    config = with_mixers(MODEL.config, bias=True, qk_norm="head")
     biased = dataclasses.replace(
         MODEL, config=config, params=init_params(config, jax.random.key(1))
     )

@@ -18,7 +18,7 @@ from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig, RematKind
 from lightning_jax.models.mesh import batch_sharding, make_mesh, serving_mesh
-from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.models.shape import Attention, Block, DecoderConfig, DecoderShape, Dense
 from lightning_jax.models.sharding import cache_sharding, param_shardings
 from lightning_jax.models.transformer import forward, init_params, unembed
 from lightning_jax.rl.config import BatchConfig, DistillConfig, OptimizerConfig
@@ -100,11 +100,7 @@ SHAPED = DecoderConfig(
     DecoderShape(
         vocab_size=272,
         embed_dim=48,
-        mlp_dim=112,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=24,
+        blocks=(Block(Attention(4, 2, 24), Dense(112)),),
         tie_embeddings=False,
     )
 )
@@ -177,7 +173,10 @@ def test_an_update_in_bfloat16_agrees_on_one_and_eight_devices(sizes):
 
 @pytest.mark.slow
 def test_rematerialised_layers_are_gathered_one_by_one():
-    config, model = settings((1, 8, 1), remat="full"), SHAPED.with_shape(num_layers=2)
+    config, model = (
+        settings((1, 8, 1), remat="full"),
+        SHAPED.with_shape(blocks=2 * SHAPED.shape.blocks),
+    )
     grads_fn, _ = lower_step(
         phase_updater(model, config, supervised=False), config.model.dtype, config.distill
     )

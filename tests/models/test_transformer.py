@@ -13,7 +13,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import RematKind
-from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.models.shape import Attention, Block, DecoderConfig, DecoderShape, Dense
 from lightning_jax.models.transformer import KEPT, _embed, forward, init_params, unembed
 from lightning_jax.testing.tiny import tiny_model
 
@@ -168,14 +168,15 @@ def test_bfloat16_stays_bfloat16_and_near_float32():
 
 
 def test_untied_head_and_impossible_shapes():
-    config = DecoderConfig(DecoderShape(7, 8, 8, 1, 2, 1, 4, tie_embeddings=False))
+    blocks = (Block(Attention(2, 1, 4), Dense(8)),)
+    config = DecoderConfig(DecoderShape(7, 8, blocks, tie_embeddings=False))
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
     assert params["head"]["kernel"].shape == (8, 7)
     assert params["layers_0"]["q"]["kernel"].dtype == jnp.bfloat16
     with raises_coded(InvalidValue, "mismatch", "num_heads"):
-        DecoderShape(7, 8, 8, 1, 3, 2, 4)
+        Attention(3, 2, 4)
     with raises_coded(InvalidValue, "invalid", "head_dim"):
-        DecoderShape(7, 8, 8, 1, 2, 1, 5)
+        Attention(2, 1, 5)
 
 
 def test_the_gradient_of_a_bfloat16_embedding_is_added_in_float32():

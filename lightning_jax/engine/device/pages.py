@@ -134,9 +134,9 @@ def fewest_pages(serve: ServeConfig, size: int) -> int:
 
 def page_bytes(shape: DecoderShape, dtype: Any, platform: str = "cpu") -> int:
     """Return the bytes of one page for all layers, summed over the devices that share it."""
-    width = kernel_width(platform, shape.head_dim)
-    numbers = 2 * shape.num_layers * PAGE * shape.num_kv_heads * width
-    return numbers * np.dtype(dtype).itemsize
+    mixers = [block.mixer for block in shape.blocks]
+    numbers = sum(m.kv_heads * kernel_width(platform, m.head_dim) for m in mixers)
+    return 2 * PAGE * numbers * np.dtype(dtype).itemsize
 
 
 def _restore(cache: KVCache, pool: KVCache, moves: Moves, *, copy: Callable[..., Any]) -> KVCache:

@@ -33,13 +33,14 @@ from lightning_jax.engine.sampling import Adjustment, Work
 from lightning_jax.engine.scheduler import ChunkBatch, plan_prefill, row_counts
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.attention.kv_cache import KVCache, is_whole, row_length, segment_lengths
+from lightning_jax.models.blocks.matmul import turn_kernels
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import frozen_part, pick
-from lightning_jax.models.matmul import turn_kernels
 from lightning_jax.models.mesh import platform_of
 from lightning_jax.models.reshard import ServingCopy, prepare_copy, reshard, take_copy
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.sharding import cache_sharding, param_shardings, stacked_shardings
+from lightning_jax.models.transformer import can_stack
 from lightning_jax.settings import ConfigError
 
 Params = Any
@@ -86,7 +87,7 @@ class SlotPrograms:
         # The frozen weights beside adapters are those of the trainer, which has them one by one. In
         # a loop of several steps XLA for GPUs copies each layer's weights out of a stack.
         is_single = serve.steps_per_dispatch == 1 and config.execution.lora is None
-        self._stacks = self._platform == "gpu" and is_single
+        self._stacks = self._platform == "gpu" and is_single and can_stack(config)
         self.num_slots, self.max_len = serve.slots, serve.max_len
         self.steps_per_dispatch = serve.steps_per_dispatch
         buckets = serve.with_sizes().prefill_buckets

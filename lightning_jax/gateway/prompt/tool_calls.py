@@ -126,7 +126,7 @@ class ToolCallParser:
                 return  # part of the marks
             yield from self._text(self._lead + text)
         elif inside:  # the closing mark is missing, or stands in what looks like a string
-            at = text.find(self._end)
+            at = text.find(self._end) if self._end else -1
             if at < 0 or parse_calls(text, self._form):
                 yield from self._calls_or_text(text, self._lead + text)
             else:
@@ -218,6 +218,8 @@ class ToolCallParser:
 
     def _advance_inside(self) -> Iterator[Piece]:
         """Read a call once its closing mark is there. A mark inside a string is part of it."""
+        if not self._end:
+            return
         at = self._held.find(self._end, self._sought)
         while at >= 0 and self._strings.contain(self._held, at):
             at = self._held.find(self._end, at + len(self._end))

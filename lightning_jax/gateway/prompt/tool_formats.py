@@ -14,7 +14,8 @@ class ToolFormat:
     """Text around a call and the shape of its JSON.
 
     `object` is one JSON object for each call, and `list` is one JSON list of all calls. If `begin`
-    is empty, the call is the whole answer, which then starts with one of `starts`.
+    is empty, the call is the whole answer, which then starts with one of `starts`. If only `end` is
+    empty, the calls last until the end of the answer.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ToolFormat:
 
 HERMES = ToolFormat("hermes", "<tool_call>\n", "\n</tool_call>", "object")
 SMOLLM = ToolFormat("smollm", "<tool_call>", "</tool_call>", "list")
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS] ", "", "list")
 LLAMA3 = ToolFormat(
     "llama3",
     "",
@@ -70,7 +72,7 @@ THOUGHT_MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
 )
 
-FORMATS = {form.name: form for form in (HERMES, SMOLLM, LLAMA3)}
+FORMATS = {form.name: form for form in (HERMES, SMOLLM, MISTRAL, LLAMA3)}
 
 
 @functools.lru_cache(maxsize=32)
@@ -94,11 +96,15 @@ def open_thought(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 # Markers in a chat template that identify the model family.
-_SIGNS = (("<tool_call>", HERMES), ("<|start_header_id|>", LLAMA3))
+_SIGNS = (
+    ("<tool_call>", HERMES),
+    ("<|start_header_id|>", LLAMA3),
+    ("[TOOL_CALLS]", MISTRAL),
+)
 
 
 def format_of(tokenizer: Tokenizer) -> ToolFormat:
-    """Return the format that `model.tool_format` names.
+    """Return the format that `model.tool_format` or the model's family names.
 
     Without one it is that of the family whose chat template the model has, or SmolLM's.
     """

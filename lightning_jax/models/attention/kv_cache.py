@@ -144,19 +144,23 @@ def init_cache(
     dtype: Any = jnp.float32,
     platform: str = "cpu",
 ) -> KVCache:
-    """Build a cache of zeros for a model of this shape, in the layout of this platform."""
-    whole, width = is_whole(platform), flash_cache.kernel_width(platform, shape.head_dim)
-    lengths = (length,) if whole else segment_lengths(length)
-    stacked = shape.num_layers if whole else 1
-    rows *= stacked
-    values = [(rows, shape.num_kv_heads, size, width) for size in lengths]
-    keys = values if whole else [(rows, shape.num_kv_heads, width, size) for size in lengths]
+    """Build a cache of zeros for a model of this shape, in the layout of this platform.
 
-    def layer() -> LayerCache:
+    Where rows are whole, those of all layers are in one array if they are alike.
+    """
+    whole = is_whole(platform)
+    lengths = (length,) if whole else segment_lengths(length)
+    sizes = [(block.mixer.kv_heads, block.mixer.head_dim) for block in shape.blocks]
+    stacked = len(sizes) if whole and len(set(sizes)) == 1 else 1
+
+    def layer(heads: int, head_dim: int) -> LayerCache:
+        width, number = flash_cache.kernel_width(platform, head_dim), rows * stacked
+        values = [(number, heads, size, width) for size in lengths]
+        keys = values if whole else [(number, heads, width, size) for size in lengths]
         sides = [tuple(jnp.zeros(size, dtype) for size in sizes) for sizes in (keys, values)]
         return LayerCache(sides[0], sides[1], whole)
 
-    return KVCache(tuple(layer() for _ in range(shape.num_layers // stacked)), stacked)
+    return KVCache(tuple(layer(*size) for size in sizes[::stacked]), stacked)
 
 
 def write_cache(

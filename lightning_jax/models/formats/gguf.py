@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,16 +12,18 @@ from gguf import ReaderTensor
 from gguf.quants import dequantize
 
 from lightning_jax.models.attention.attention import rope_frequencies
-from lightning_jax.models.formats.families import (
-    checked_shape,
-    find_family,
-    refuse_experts,
+from lightning_jax.models.families.fields import (
+    Fields,
+    K,
+    Sizes,
+    checked_sizes,
     require_positive,
 )
+from lightning_jax.models.families.table import find_family, refuse_experts
 from lightning_jax.models.formats.gguf_file import WHERE, Contents, lacks
 from lightning_jax.models.formats.param_names import NamedParam, named_params, unflatten
 from lightning_jax.models.model_files import ModelError, unusable
-from lightning_jax.models.shape import DecoderShape, RopeScaling
+from lightning_jax.models.shape import DecoderShape, Rope, RopeScaling
 from lightning_jax.models.transformer import Params
 
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
@@ -47,42 +49,68 @@ def read_shape(file: Contents) -> DecoderShape:
     name = file.needed("general.architecture", str)
     _refuse_other_kinds(file, name)
     family = find_family(name, WHERE, "general.architecture")
-    names = {ours: f"{name}.{theirs}" for ours, theirs in _FIELDS.items()}
-    tensors = {tensor.name: tensor for tensor in file.tensors}
-    embedding = tensors.get(_EMBEDDING)
-    if embedding is None or len(embedding.shape) != 2 or not all(embedding.shape):
-        raise lacks(_EMBEDDING)
-    embed_dim, heads = (file.needed(names[field], int) for field in ("embed_dim", "num_heads"))
-    head_dim = file.needed(names["head_dim"], int, embed_dim // heads if heads > 0 else None)
-    theta, eps = (
-        require_positive(WHERE, names[field], file.needed(names[field], float, default))
-        for field, default in (("rope_theta", 10000.0), ("norm_eps", 1e-5))
-    )
-    factors = tensors.get("rope_freqs.weight")
-    kind = file.needed(f"{name}.rope.scaling.type", str, "none") if factors is None else "none"
-    _refuse_other_scaling(kind=kind, factor=file.needed(f"{name}.rope.scale_linear", float, 1.0))
-    shape = checked_shape(
-        WHERE,
-        names,
-        vocab_size=int(embedding.shape[1]),
-        embed_dim=embed_dim,
-        mlp_dim=file.needed(names["mlp_dim"], int),
-        num_layers=file.needed(names["num_layers"], int),
-        num_heads=heads,
-        num_kv_heads=file.needed(names["num_kv_heads"], int, heads),
-        head_dim=head_dim,
-        rope_theta=theta,
-        # The decimal from which the float32 was written: 9.99999974e-06 gives 1e-05.
-        norm_eps=float(np.format_float_positional(np.float32(eps), unique=True)),
-        tie_embeddings=_OUTPUT not in tensors or repeated_embedding(tensors) is not None,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-        max_positions=file.needed(names["max_positions"], int, 2048),
-        family=name,
-    )
-    if factors is None:
-        return shape
-    return replace(shape, rope_scaling=_rope_scaling(factors, shape.head_dim, theta))
+    return family.read(GgufFields(name, file))
+
+
+@dataclass(frozen=True)
+class GgufFields(Fields):
+    """Fields of a GGUF file, some of which its tensors tell."""
+
+    family: str
+    file: Contents
+
+    def sizes(self, *, head_dim: int | None = None) -> Sizes:
+        """Return the sizes. The file has that of a head if it is not embed / heads."""
+        names, file, tensors = self._names, self.file, self._tensors
+        embedding = tensors.get(_EMBEDDING)
+        if embedding is None or len(embedding.shape) != 2 or not all(embedding.shape):
+            raise lacks(_EMBEDDING)
+        embed_dim, heads = (file.needed(names[field], int) for field in ("embed_dim", "num_heads"))
+        eps = file.needed(names["norm_eps"], float, 1e-5)
+        eps = require_positive(WHERE, names["norm_eps"], eps)
+        return checked_sizes(
+            WHERE,
+            names,
+            family=self.family,
+            vocab_size=int(embedding.shape[1]),
+            embed_dim=embed_dim,
+            mlp_dim=file.needed(names["mlp_dim"], int),
+            num_layers=file.needed(names["num_layers"], int),
+            num_heads=heads,
+            num_kv_heads=file.needed(names["num_kv_heads"], int, heads),
+            head_dim=file.needed(names["head_dim"], int, embed_dim // heads if heads > 0 else None),
+            # The decimal from which the float32 was written: 9.99999974e-06 gives 1e-05.
+            norm_eps=float(np.format_float_positional(np.float32(eps), unique=True)),
+            tie_embeddings=_OUTPUT not in tensors or repeated_embedding(tensors) is not None,
+            max_positions=file.needed(names["max_positions"], int, 2048),
+        )
+
+    def rope(self, head_dim: int) -> Rope:
+        """Return the rotary positions. See `Fields`."""
+        file, name = self.file, self.family
+        theta = file.needed(self._names["rope_theta"], float, 10000.0)
+        theta = require_positive(WHERE, self._names["rope_theta"], theta)
+        factors = self._tensors.get("rope_freqs.weight")
+        kind = file.needed(f"{name}.rope.scaling.type", str, "none") if factors is None else "none"
+        _refuse_other_scaling(
+            kind=kind, factor=file.needed(f"{name}.rope.scale_linear", float, 1.0)
+        )
+        return Rope(theta, None if factors is None else _rope_scaling(factors, head_dim, theta))
+
+    def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
+        """Return a field of the metadata. See `Fields`."""
+        return self.file.needed(f"{self.family}.{gguf}", kind, default)
+
+    def require(self, **values: Any) -> None:
+        """Accept the file, which has no such fields."""
+
+    @property
+    def _names(self) -> dict[str, str]:
+        return {ours: f"{self.family}.{theirs}" for ours, theirs in _FIELDS.items()}
+
+    @property
+    def _tensors(self) -> dict[str, ReaderTensor]:
+        return {tensor.name: tensor for tensor in self.file.tensors}
 
 
 def repeated_embedding(tensors: Mapping[str, ReaderTensor]) -> tuple[str, str] | None:
@@ -138,9 +166,8 @@ def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
     tensors = {tensor.name: tensor for tensor in file.tensors}
     if shape.tie_embeddings and (copies := repeated_embedding(tensors)):
         tensors[_EMBEDDING] = tensors[copies[0]]
-    heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
     params = named_params(shape)
-    names = {param.gguf for param in params}
+    names = {param.gguf.name for param in params}
     if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in names):
         raise ModelError.unsupported(
             unread[0],
@@ -149,13 +176,13 @@ def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
         )
 
     def read(param: NamedParam) -> Any:
-        if param.gguf not in tensors:
-            raise lacks(param.gguf)
-        array = param.checked(param.gguf, _dequantize(tensors[param.gguf]))
-        if shape.family == "llama" and param.path[1] in heads:
-            array = _unpermute(array, heads[param.path[1]])
+        if param.gguf.name not in tensors:
+            raise lacks(param.gguf.name)
+        rows = param.cut(param.gguf, _dequantize(tensors[param.gguf.name]))
+        if param.from_gguf is not None:
+            rows = param.from_gguf(rows)
         with jax.default_device(device):
-            return param.from_rows(param.gguf, array, dtype)
+            return param.from_rows(rows, dtype)
 
     device = jax.config.jax_default_device  # of this thread  # pyright: ignore
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy releases the interpreter lock
@@ -189,15 +216,6 @@ def _floats(tensor: ReaderTensor, rows: np.ndarray) -> np.ndarray:
             f"weight {tensor.name} of the GGUF file has type {tensor.tensor_type.name}, which "
             "cannot be converted; use another file of the model",
         ) from error
-
-
-def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a Llama query or key weight so that element i pairs with i + D/2.
-
-    GGUF pairs neighbours: it stores a head of 4 rows in the order 0 2 1 3.
-    """
-    split = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return split.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _rope_scaling(tensor: ReaderTensor, head_dim: int, theta: float) -> RopeScaling:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
+from lightning_jax.models.families.fields import (
+    Fields,
+    K,
+    Sizes,
+    checked_scaling,
+    checked_sizes,
+    require_positive,
+)
+from lightning_jax.models.families.table import FAMILIES, find_family, refuse_experts
 from lightning_jax.models.formats.advice import (
     BASE,
     EMBEDDING,
@@ -19,20 +29,15 @@ from lightning_jax.models.formats.advice import (
     on_missing_weights,
     on_no_config,
 )
-from lightning_jax.models.formats.families import (
-    FAMILIES,
-    SCALING,
-    Family,
-    checked_scaling,
-    checked_shape,
-    find_family,
-    refuse_experts,
-    require_positive,
+from lightning_jax.models.formats.param_names import (
+    NamedParam,
+    flatten,
+    named_params,
+    unflatten,
 )
-from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
 from lightning_jax.models.formats.weight_files import Weights, find_weights
 from lightning_jax.models.model_files import ModelError, read_object, unusable
-from lightning_jax.models.shape import DecoderShape, RopeScaling
+from lightning_jax.models.shape import DecoderShape, Rope
 from lightning_jax.models.transformer import Params
 from lightning_jax.system.text import in_one_line
 
@@ -40,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 COMPARED_ROWS = 64  # of the embedding and the output weights
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_REQUIRED = {  # our name of a field -> its name in config.json
+_REQUIRED = {  # our name of a size -> its name in config.json
     "vocab_size": "vocab_size",
     "embed_dim": "hidden_size",
     "mlp_dim": "intermediate_size",
@@ -63,65 +68,83 @@ def read_shape(directory: Path) -> DecoderShape:
     fields = read_object(path)
     refuse_experts(path, [name for name in _EXPERTS if fields.get(name)])
     family = find_family(fields.get("model_type"), path, "model_type")
-    missing = [name for name in _REQUIRED.values() if name not in fields]
-    if missing:
-        raise ModelError.missing(
-            missing[0],
-            f"{path} lacks {missing}, which a {fields['model_type']} model needs; copy the "
-            "config.json of the model there",
-        )
-    _refuse_variants(path, fields, family)
-    heads, embed_dim = fields["num_attention_heads"], fields["hidden_size"]
-    is_divisible = type(heads) is int and heads > 0 and type(embed_dim) is int
-    head_dim = fields.get("head_dim") or family.head_dim
-    theta, scaling = _read_rope(path, fields)
-    return checked_shape(
-        path,
-        _NAMES,
-        **{ours: fields[theirs] for ours, theirs in _REQUIRED.items()},
-        num_kv_heads=fields.get("num_key_value_heads") or heads,
-        head_dim=head_dim or (embed_dim // heads if is_divisible else None),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=require_positive(path, "rms_norm_eps", fields.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-        max_positions=fields.get("max_position_embeddings", 2048),
-        family=fields["model_type"],
-    )
+    file = ConfigFields(path, fields)
+    file.require(quantization_config=None)
+    return family.read(file)
 
 
-def _refuse_variants(path: Path, fields: dict[str, Any], family: Family) -> None:
-    expected = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    expected |= {"quantization_config": None, **family.required_fields}
-    for name, value in expected.items():
-        if fields.get(name, value) != value:
-            raise ModelError.unsupported(
-                name,
-                f"{path} has {name}={in_one_line(str(fields[name]), 80)}; only {value!r} is "
-                "supported. Use another model.",
+@dataclass(frozen=True)
+class ConfigFields(Fields):
+    """Fields of a config.json."""
+
+    path: Path
+    fields: dict[str, Any]
+
+    def sizes(self, *, head_dim: int | None = None) -> Sizes:
+        """Return the sizes. See `Fields`."""
+        fields = self.fields
+        if missing := [name for name in _REQUIRED.values() if name not in fields]:
+            raise ModelError.missing(
+                missing[0],
+                f"{self.path} lacks {missing}, which a {fields['model_type']} model needs; copy "
+                "the config.json of the model there",
             )
-
-
-def _read_rope(path: Path, fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    # Newer files keep all fields in "rope_parameters". Older files keep theta at the top level.
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise unusable(path, "rope_parameters", rope, "an object")
-    theta = require_positive(
-        path, "rope_theta", rope.get("rope_theta", fields.get("rope_theta", 10000.0))
-    )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ModelError.unsupported(
-            "rope_type",
-            f"{path} has rope_type={kind!r}; only 'default' and 'llama3' are supported. "
-            "Use another model.",
+        heads, embed_dim = fields["num_attention_heads"], fields["hidden_size"]
+        is_divisible = type(heads) is int and heads > 0 and type(embed_dim) is int
+        head_dim = fields.get("head_dim") or head_dim
+        return checked_sizes(
+            self.path,
+            _NAMES,
+            family=fields["model_type"],
+            **{ours: fields[theirs] for ours, theirs in _REQUIRED.items()},
+            num_kv_heads=fields.get("num_key_value_heads") or heads,
+            head_dim=head_dim or (embed_dim // heads if is_divisible else None),
+            norm_eps=require_positive(self.path, "rms_norm_eps", fields.get("rms_norm_eps", 1e-6)),
+            tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            max_positions=fields.get("max_position_embeddings", 2048),
         )
-    return theta, checked_scaling(path, rope)
+
+    def rope(self, head_dim: int) -> Rope:
+        """Return the rotary positions. See `Fields`."""
+        # Newer files keep all fields in "rope_parameters". Older files keep theta at the top level.
+        rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise unusable(self.path, "rope_parameters", rope, "an object")
+        theta = rope.get("rope_theta", self.fields.get("rope_theta", 10000.0))
+        theta = require_positive(self.path, "rope_theta", theta)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            return Rope(theta)
+        if kind != "llama3":
+            raise ModelError.unsupported(
+                "rope_type",
+                f"{self.path} has rope_type={kind!r}; only 'default' and 'llama3' are supported. "
+                "Use another model.",
+            )
+        return Rope(theta, checked_scaling(self.path, rope))
+
+    def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
+        """Return a field of config.json. See `Fields`."""
+        value = self.fields.get(config)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError.missing(
+                config, f"{self.path} lacks {config}; copy the config.json of the model there"
+            )
+        is_number = kind is float and type(value) is int
+        if type(value) is not kind and not is_number:
+            raise unusable(self.path, config, value, f"a value of type {kind.__name__}")
+        return kind(value) if is_number else value  # type: ignore[call-arg]
+
+    def require(self, **values: Any) -> None:
+        """Refuse other values of these fields. See `Fields`."""
+        for name, value in values.items():
+            if self.fields.get(name, value) != value:
+                raise ModelError.unsupported(
+                    name,
+                    f"{self.path} has {name}={in_one_line(str(self.fields[name]), 80)}; only "
+                    f"{value!r} is supported. Use another model.",
+                )
 
 
 def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
@@ -130,13 +153,18 @@ def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
     Raises ModelError if a weight is missing or has the wrong shape.
     """
     weights = find_weights(directory)
-    params = {param.hf: param for param in named_params(shape)}
-    inside = {_name_in(weights, name): name for name in params}
+    params = named_params(shape)
+    places = [param.hf for param in params]
+    inside = {place.name: _name_in(weights, place.name) for place in places}
+    by_file: dict[str, list[NamedParam]] = {}
+    for param in params:
+        by_file.setdefault(inside[param.hf.name], []).append(param)
     leaves = {}
-    for name, array in weights.read(inside):
-        param = params[inside[name]]
-        leaves[param.path] = param.from_rows(name, array, dtype)
-    missing = [param.hf for param in params.values() if param.path not in leaves]
+    for name, array in weights.read(by_file):
+        for param in by_file[name]:
+            place = param.hf._replace(name=name)
+            leaves[param.path] = param.from_rows(param.cut(place, array), dtype)
+    missing = [param.hf.name for param in params if param.path not in leaves]
     if missing:
         files = set(weights.files.values())
         raise ModelError.missing(
@@ -187,38 +215,21 @@ def write_model(
     directory: Path, shape: DecoderShape, params: Params, eos_ids: frozenset[int]
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors."""
-    flat = flatten(params)
-    arrays = {}
-    for param in named_params(shape):
-        array = np.asarray(jax.device_get(flat[param.path]))
-        arrays[param.hf] = np.ascontiguousarray(array.T if param.transpose else array)
+    flat, family = flatten(params), FAMILIES[shape.family]
+    arrays: dict[str, np.ndarray] = {}
+    for param in sorted(named_params(shape), key=lambda param: param.hf.start):
+        rows, name = param.rows(np.asarray(jax.device_get(flat[param.path]))), param.hf.name
+        arrays[name] = np.concatenate((arrays[name], rows)) if param.hf.start else rows
     safetensors.numpy.save_file(arrays, directory / "model.safetensors", {"format": "pt"})
     dtype = str(jnp.asarray(flat[("embed", "embedding")]).dtype)
     ends = sorted(eos_ids)
     eos = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
-    write_json(directory / "config.json", _config_fields(shape) | {"dtype": dtype} | eos)
+    fields = {"architectures": [family.architecture], "model_type": family.name}
+    fields |= family.write(shape) | {"dtype": dtype} | eos
+    write_json(directory / "config.json", fields)
     # The library makes the file readable only by its owner.
     shutil.copymode(directory / "config.json", directory / "model.safetensors")
     write_json(directory / "generation_config.json", eos)
-
-
-def _config_fields(shape: DecoderShape) -> dict[str, Any]:
-    family = FAMILIES[shape.family]
-    fields = {
-        "architectures": [family.architecture],
-        "model_type": shape.family,
-        **{theirs: getattr(shape, ours) for ours, theirs in _NAMES.items()},
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.norm_eps,
-        "tie_word_embeddings": shape.tie_embeddings,
-        "rope_theta": shape.rope_theta,
-        **family.required_fields,
-    }
-    if shape.rope_scaling is not None:
-        scaling = zip(SCALING, dataclasses.astuple(shape.rope_scaling), strict=True)
-        fields["rope_scaling"] = {"rope_type": "llama3", **dict(scaling)}
-    return fields
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:

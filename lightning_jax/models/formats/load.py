@@ -19,8 +19,8 @@ import jax
 
 from lightning_jax.models import chat_template as templates
 from lightning_jax.models.config import ModelConfig
+from lightning_jax.models.families.table import FAMILIES, SHAPES
 from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
-from lightning_jax.models.formats.families import SHAPES
 from lightning_jax.models.formats.find import find_model, tiny_shape, tiny_tokenizer
 from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.model_files import TINY, ModelError, read_chat_template
@@ -54,16 +54,18 @@ def load_model(
 
     `activation_dtype` is set in the model's config. `chat_template` is a file to use instead of
     the model's own template, and `chat_template_kwargs` has values for the template's variables.
-    `tool_format` names the format of its tool calls, by default that of the template's family.
+    `tool_format` names the format of its tool calls, by default that of its family or template.
     Raises ModelError, whose one sentence says what to do.
     """
     started = time.monotonic()
-    chat = {"file": chat_template, "kwargs": chat_template_kwargs or {}, "tool_format": tool_format}
-    with_chat, execution = partial(_with_chat, **chat), Execution(activation_dtype=activation_dtype)
+    execution = Execution(activation_dtype=activation_dtype)
+    with_chat = partial(_with_chat, file=chat_template, kwargs=chat_template_kwargs or {})
     if name == TINY:
         config = DecoderConfig(tiny_shape(), execution)
         params = init_params(config, jax.random.key(0), dtype)
-        return LoadedModel(name, config, params, with_chat(tiny_tokenizer()))
+        return LoadedModel(
+            name, config, params, with_chat(tiny_tokenizer(), tool_format=tool_format)
+        )
     path = find_model(name)
     if path.is_dir():
         shape, vocabulary = huggingface.untie(path, huggingface.read_shape(path)), from_hf(path)
@@ -72,7 +74,8 @@ def load_model(
         file = open_file(path)
         shape, vocabulary = gguf.read_shape(file), gguf_vocab.read_tokenizer(file)
         read_params = partial(gguf.read_params, file)
-    vocabulary = with_chat(vocabulary)
+    tool_format = tool_format or FAMILIES[shape.family].tool_format
+    vocabulary = with_chat(vocabulary, tool_format=tool_format)
     check_vocabulary(vocabulary, shape.vocab_size, path)
     with _on_host():
         params = jax.block_until_ready(read_params(shape, dtype))

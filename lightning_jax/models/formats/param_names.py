@@ -1,90 +1,112 @@
-"""Table of each parameter's name in our tree, in a Hugging Face file and in a GGUF file."""
+"""Each parameter's name in our tree, in a Hugging Face file and in a GGUF file, of any family."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lightning_jax.models.families.table import FAMILIES
 from lightning_jax.models.model_files import ModelError
-from lightning_jax.models.shape import DecoderConfig, DecoderShape
-from lightning_jax.models.transformer import Params, param_shapes
+from lightning_jax.models.shape import Block, DecoderConfig, DecoderShape
+from lightning_jax.models.transformer import LAYER, Params, param_shapes
 
 ParamPath = tuple[str, ...]
 
 
+class Place(NamedTuple):
+    """Rows of a tensor of a file that are one parameter. Mostly these are all of its rows."""
+
+    name: str  # of the tensor
+    start: int
+    stop: int
+    total: int  # rows of the tensor
+
+
 @dataclass(frozen=True)
 class NamedParam:
-    """One parameter with its three names. Files store matrices as [out, in], we as [in, out]."""
+    """One parameter and its places in files. Files store matrices as [out, in], we as [in, out]."""
 
     path: ParamPath
-    hf: str
-    gguf: str
     shape: tuple[int, ...]  # ours
-    transpose: bool
+    hf: Place
+    gguf: Place
+    # Change of a GGUF file's rows to those of Hugging Face, see families.family.Weight.
+    from_gguf: Callable[[np.ndarray], np.ndarray] | None = None
 
-    def checked(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Return the array of a file. Raise ModelError if its shape is not the parameter's."""
-        if (array.T if self.transpose else array).shape != self.shape:
+    def rows(self, ours: np.ndarray) -> np.ndarray:
+        """Return the parameter as files store it."""
+        return np.ascontiguousarray(ours.swapaxes(-1, -2) if _is_transposed(self.path) else ours)
+
+    def cut(self, place: Place, array: np.ndarray) -> np.ndarray:
+        """Return the parameter's rows of a tensor. Raise ModelError for one of another shape."""
+        expected = (place.total, *_shape_in_files(self.path, self.shape)[1:])
+        if array.shape != expected:
             raise ModelError.mismatch(
-                name,
-                f"weight {name} has shape {array.shape}; the config needs {self.shape} "
-                f"({'transposed' if self.transpose else 'not transposed'}). Check that the "
-                "weights and the config belong to the same model.",
+                place.name,
+                f"weight {place.name} has shape {array.shape}; the config needs {expected}. Check "
+                "that the weights and the config belong to the same model.",
             )
-        return array
+        return array[place.start : place.stop]
 
-    def from_rows(self, name: str, array: np.ndarray, dtype: Any) -> jax.Array:
-        """Convert an array from a file to our parameter. Raises ModelError if its shape differs."""
-        rows = self.checked(name, array)
-        return jnp.asarray(np.ascontiguousarray(rows.T if self.transpose else rows), dtype)
+    def from_rows(self, rows: np.ndarray, dtype: Any) -> jax.Array:
+        """Convert the rows of `cut` to our parameter."""
+        return jnp.asarray(self.rows(rows), dtype)
 
 
-_OUTSIDE: dict[ParamPath, tuple[str, str]] = {
-    ("embed", "embedding"): ("model.embed_tokens.weight", "token_embd.weight"),
-    ("final_norm", "scale"): ("model.norm.weight", "output_norm.weight"),
-    ("head", "kernel"): ("lm_head.weight", "output.weight"),
-}
-_IN_LAYER = {
-    "attn_norm": ("input_layernorm", "attn_norm"),
-    "q": ("self_attn.q_proj", "attn_q"),
-    "k": ("self_attn.k_proj", "attn_k"),
-    "v": ("self_attn.v_proj", "attn_v"),
-    "o": ("self_attn.o_proj", "attn_output"),
-    "q_norm": ("self_attn.q_norm", "attn_q_norm"),
-    "k_norm": ("self_attn.k_norm", "attn_k_norm"),
-    "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
-    "gate": ("mlp.gate_proj", "ffn_gate"),
-    "up": ("mlp.up_proj", "ffn_up"),
-    "down": ("mlp.down_proj", "ffn_down"),
-}
+def _is_transposed(path: ParamPath) -> bool:
+    return path[-1] == "kernel"
+
+
+def _shape_in_files(path: ParamPath, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2]) if _is_transposed(path) else shape
 
 
 def named_params(shape: DecoderShape) -> list[NamedParam]:
     """List every parameter of a model with this shape. Adapters are in separate files."""
-    shapes = flatten(param_shapes(DecoderConfig(shape)))
-    return [_named_param(path, leaf.shape) for path, leaf in shapes.items()]
+    leaves = flatten(param_shapes(DecoderConfig(shape)))
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+    places = [_places(shape, shapes, kind) for kind in ("config", "gguf")]
+
+    def change(path: ParamPath) -> Callable[[np.ndarray], np.ndarray] | None:
+        from_gguf = FAMILIES[shape.family].weights[path[-2]].from_gguf
+        return from_gguf and functools.partial(from_gguf, block=_block_of(shape, path))
+
+    return [NamedParam(p, s, places[0][p], places[1][p], change(p)) for p, s in shapes.items()]
 
 
-def _named_param(path: ParamPath, shape: tuple[int, ...]) -> NamedParam:
-    if path in _OUTSIDE:
-        hf, gguf = _OUTSIDE[path]
-    else:
-        layer, part, leaf = path
-        number, suffix = layer.removeprefix("layers_"), "bias" if leaf == "bias" else "weight"
-        _, in_gguf = _IN_LAYER[part]
-        hf = f"{hf_module(layer, part)}.{suffix}"
-        gguf = f"blk.{number}.{in_gguf}.{suffix}"
-    return NamedParam(path, hf, gguf, shape, transpose=path[-1] == "kernel")
+def _places(
+    shape: DecoderShape, shapes: dict[ParamPath, tuple[int, ...]], kind: str
+) -> dict[ParamPath, Place]:
+    """Return the place of each parameter. Those of one tensor are in the order of the table."""
+    weights = FAMILIES[shape.family].weights
+    order = list(weights)
+    spans: dict[ParamPath, tuple[str, int, int]] = {}
+    totals: dict[str, int] = {}
+    for path in sorted(shapes, key=lambda path: order.index(path[-2])):
+        suffix = "bias" if path[-1] == "bias" else "weight"
+        layer = path[0].removeprefix(LAYER)
+        name = f"{getattr(weights[path[-2]], kind).format(layer=layer)}.{suffix}"
+        start = totals.get(name, 0)
+        totals[name] = start + _shape_in_files(path, shapes[path])[0]
+        spans[path] = name, start, totals[name]
+    return {path: Place(*span, totals[span[0]]) for path, span in spans.items()}
 
 
-def hf_module(layer: str, part: str) -> str:
-    """Return Hugging Face's name for a part of a layer.
+def _block_of(shape: DecoderShape, path: ParamPath) -> Block | None:
+    is_inside = path[0].startswith(LAYER)
+    return shape.blocks[int(path[0].removeprefix(LAYER))] if is_inside else None
+
+
+def hf_module(shape: DecoderShape, layer: str, part: str) -> str:
+    """Return Hugging Face's name for a part of a layer of this family.
 
     For example, layers_0 and q give model.layers.0.self_attn.q_proj.
     """
-    return f"model.layers.{layer.removeprefix('layers_')}.{_IN_LAYER[part][0]}"
+    return FAMILIES[shape.family].weights[part].config.format(layer=layer.removeprefix(LAYER))
 
 
 def flatten(params: Params) -> dict[ParamPath, Any]:

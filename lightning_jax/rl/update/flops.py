@@ -1,14 +1,16 @@
 """Floating-point operations of an update, as its model needs them."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lightning_jax.models.config import KERNELS
-from lightning_jax.models.shape import DecoderConfig
-from lightning_jax.models.transformer import param_shapes
+from lightning_jax.models.blocks.layer import kernels_of
+from lightning_jax.models.shape import Block, DecoderConfig
+from lightning_jax.models.transformer import layer_of, param_shapes
 from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.system.accelerators import find_accelerator
 from lightning_jax.types import Metrics
@@ -49,16 +51,20 @@ def gradient_flops(model: DecoderConfig, work: Work) -> int:
     a weight that is frozen beside adapters has not. A pair costs 4 forward, in two products, and 8
     backward, in four. Norms, rotary positions and activation functions are left out.
     """
-    shape, lora = model.shape, model.execution.lora
-    weights = param_shapes(model)["layers_0"]
-    sizes: dict[str, tuple[int, int]] = {name: weights[name]["kernel"].shape for name in KERNELS}
+    shape, lora, shapes = model.shape, model.execution.lora, param_shapes(model)
     per_weight = 6 if lora is None else 4
-    layer = per_weight * sum(rows * columns for rows, columns in sizes.values())
-    if lora is not None:
-        layer += 6 * lora.rank * sum(sum(sizes[name]) for name in lora.targets)
-    attention = 12 * work.pairs * shape.num_heads * shape.head_dim
+
+    def layer_flops(layer: int, block: Block) -> int:
+        weights = layer_of(shapes, layer)
+        sizes = {name: weights[name]["kernel"].shape for name in kernels_of(block)}
+        flops = per_weight * sum(map(math.prod, sizes.values()))
+        if lora is not None:
+            flops += 6 * lora.rank * sum(sum(sizes.get(name, ())) for name in lora.targets)
+        return flops * work.tokens + 12 * work.pairs * block.mixer.heads * block.mixer.head_dim
+
+    layers = itertools.starmap(layer_flops, enumerate(shape.blocks))
     head = per_weight * work.targets * shape.vocab_size * shape.embed_dim
-    return shape.num_layers * (layer * work.tokens + attention) + head
+    return sum(layers) + head
 
 
 def mfu_metrics(

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lightning_jax.engine.sampling import unpack_mask
+from lightning_jax.models.blocks.matmul import product
 from lightning_jax.models.config import RematKind
-from lightning_jax.models.matmul import product
 from lightning_jax.models.mesh import MESH_AXES
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Gather, Params, forward, unembed

@@ -29,4 +29,4 @@ def _write(directory: Path, model: LoadedModel, name: str) -> None:
     save_hf(directory / "policy" / name, merged(model))
     if model.config.execution.lora is not None:
         with whole_directory(directory / "policy_adapter" / name) as draft:
-            write_peft(draft, model.config.execution.lora, model.params, model.name)
+            write_peft(draft, model.config, model.params, model.name)

@@ -139,9 +139,8 @@ def test_the_pool_is_as_large_as_asked_but_not_larger_than_it_can_be_used():
     mib = 5.5 * page_bytes(SHAPE, jnp.dtype("float32")) / 2**20
     assert copier(ServeConfig(slots=3, max_len=100, prefix_cache_mib=mib)).num_pages == 5
     assert copier().num_pages == MAX_POOL_SIZE * 3 * 6
-    assert page_bytes(SHAPE, jnp.dtype("float32"), "tpu") == 128 // SHAPE.head_dim * page_bytes(
-        SHAPE, jnp.dtype("float32")
-    )
+    head_dim, dtype = SHAPE.blocks[0].mixer.head_dim, jnp.dtype("float32")
+    assert page_bytes(SHAPE, dtype, "tpu") == 128 // head_dim * page_bytes(SHAPE, dtype)
     # By default there is room for 256 MiB, or for the longest conversation.
     size = 2**20
     assert fewest_pages(ServeConfig(slots=8, max_len=2048), size) == 256

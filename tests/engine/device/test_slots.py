@@ -26,7 +26,7 @@ from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.transformer import init_params
 from lightning_jax.settings import ConfigError
-from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.testing.tiny import tiny_model, with_mixers
 from lightning_jax.train.memory.targets import target_devices
 
 LENGTHS = (270, 41, 9, 60, 2)
@@ -409,7 +409,7 @@ def test_no_accelerator_copies_the_cache(
 ) -> None:
     """The accelerators' compilers need no device."""
     request.getfixturevalue(compiler)
-    config = tiny_model(0).config.with_shape(head_dim=head_dim, max_positions=8192)
+    config = with_mixers(tiny_model(0).config, head_dim=head_dim).with_shape(max_positions=8192)
     mesh = make_mesh(MeshConfig(1, 2, 2), target_devices(target)[0])
     serve = ServeConfig(slots=64, max_len=8192)  # too large for a TPU's core memory
     engine = SlotPrograms(config, serve, dtype="bfloat16", mesh=mesh)

@@ -26,6 +26,7 @@ from lightning_jax.gateway.prompt.tool_formats import (
     FORMATS,
     HERMES,
     LLAMA3,
+    MISTRAL,
     SMOLLM,
     ToolFormat,
     format_of,
@@ -120,6 +121,15 @@ def test_a_malformed_call_is_text_and_counted(text: str, cuts: list[int]) -> Non
 def test_a_call_whose_closing_mark_is_missing_is_a_call() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}'
     assert _whole(_run(text, HERMES, [])) == ("", [("f", {"a": 1})])
+
+
+@given(cuts=cuts)
+def test_calls_without_a_closing_mark_last_until_the_end(cuts: list[int]) -> None:
+    call = MISTRAL.write(CALLS)
+    assert _whole(_run(f"Let me see.\n{call}", MISTRAL, cuts)) == ("Let me see.\n", CALLS)
+    parser = ToolCallParser(MISTRAL)
+    assert _whole([*parser.push(f"{call} Done."), *parser.finish()]) == (f"{call} Done.", [])
+    assert parser.malformed == 1
 
 
 @given(cuts=cuts)
@@ -265,6 +275,7 @@ def test_a_format_can_be_named() -> None:
     assert format_of(tokenizer) is SMOLLM
     chosen = pickle.loads(pickle.dumps(tokenizer.with_chat(tool_format="llama3")))
     assert format_of(chosen) is LLAMA3
+    assert format_of(tokenizer.with_chat(template="[TOOL_CALLS] [{{ calls }}]")) is MISTRAL
 
 
 BLANK = ["\n", "\n\n\n", " ", "    "]

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from lightning_jax.models.attention import attention, blockwise, flash, flash_gpu, flash_tpu
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.formats.families import SHAPES
+from lightning_jax.models.families.table import SHAPES
 from lightning_jax.models.mesh import batch_sharding, make_mesh
 from lightning_jax.testing.machine import mesh_for
 
@@ -199,13 +199,13 @@ def test_devices_compute_the_gradients_of_their_rows_and_heads(platform: str) ->
 
 def lowered(platform: str, model: str, sizes: tuple[int, int, int], length: int = 4096) -> str:
     """Lower the program of a gradient for eight devices of a platform."""
-    shape = SHAPES[model]
+    mixer = SHAPES[model].blocks[0].mixer
     mesh = make_mesh(MeshConfig(*sizes))
     rows = NamedSharding(mesh_for(platform, mesh), batch_sharding(mesh).spec)
     tokens, ends = (4, length), jax.ShapeDtypeStruct((4, length), jnp.int32, sharding=rows)
     arrays = [
-        jax.ShapeDtypeStruct((*tokens, count, shape.head_dim), jnp.bfloat16, sharding=rows)
-        for count in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        jax.ShapeDtypeStruct((*tokens, count, mixer.head_dim), jnp.bfloat16, sharding=rows)
+        for count in (mixer.heads, mixer.kv_heads, mixer.kv_heads)
     ]
 
     def loss(queries: Any, keys: Any, values: Any, ends: Any) -> Any:

@@ -24,11 +24,9 @@ from lightning_jax.models.attention.kv_cache import (
     segment_starts,
     write_cache,
 )
-from lightning_jax.models.shape import DecoderShape
+from lightning_jax.models.shape import Attention, Block, DecoderShape, Dense
 
-SHAPE = DecoderShape(
-    vocab_size=8, embed_dim=16, mlp_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8
-)
+SHAPE = DecoderShape(vocab_size=8, embed_dim=16, blocks=2 * (Block(Attention(2, 2, 8), Dense(16)),))
 attend = jax.jit(attend_cache)
 attend_all = jax.jit(attention.attend_masked)
 
@@ -45,7 +43,7 @@ def _filled(rows: int, length: int, platform: str = "cpu") -> tuple[KVCache, jax
     """Return a cache of one layer, filled in one write, and its keys and values [B, T, K, D]."""
     random = jax.random.split(jax.random.key(0), 2)
     keys, values = (jax.random.normal(key, (rows, length, 2, 8)) for key in random)
-    empty = init_cache(replace(SHAPE, num_layers=1), rows, length, platform=platform)
+    empty = init_cache(replace(SHAPE, blocks=SHAPE.blocks[:1]), rows, length, platform=platform)
     positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
     return KVCache((write_cache(empty.layers[0], keys, values, positions),)), keys, values
 

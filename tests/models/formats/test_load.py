@@ -15,8 +15,8 @@ from coded import raises_coded
 from gguf_models import REAL, TEXT, TINY, assert_equal, variant, write_gguf
 
 from lightning_jax.models.chat_template import render_template
+from lightning_jax.models.families.table import FAMILIES
 from lightning_jax.models.formats import find
-from lightning_jax.models.formats.families import FAMILIES
 from lightning_jax.models.formats.find import find_model, load_tokenizer
 from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.formats.load import load_like, load_model, load_shape, save_hf
@@ -39,8 +39,15 @@ def test_a_saved_model_loads_again(family, tmp_path):
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     assert (theirs.model_type, theirs.head_dim, theirs.dtype) == (family, 6, "float32")
     assert theirs.tie_word_embeddings == model.config.shape.tie_embeddings
-    for name, value in FAMILIES[family].required_fields.items():
-        assert getattr(theirs, name) == value
+    assert not getattr(theirs, "use_sliding_window", False)
+
+
+def test_a_family_names_the_format_of_its_tool_calls_unless_the_settings_do(tmp_path):
+    for family, expected in (("mistral", "mistral"), ("olmo2", "")):
+        path = str(tmp_path / family)
+        save_hf(path, variant(family))
+        assert load_model(path).tokenizer.tool_format == expected
+        assert load_model(path, tool_format="hermes").tokenizer.tool_format == "hermes"
 
 
 def test_bfloat16_is_kept_and_converted(tmp_path):
@@ -116,8 +123,7 @@ def test_wrong_gguf_files_are_refused(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"not a model, only some bytes of text")
     with raises_coded(ModelError, "malformed", str(tmp_path / "bad.gguf")):
         load_model(str(tmp_path / "bad.gguf"))
-    mamba = dataclasses.replace(TINY, config=TINY.config.with_shape(family="mamba"))
-    write_gguf(tmp_path / "mamba.gguf", mamba)
+    write_gguf(tmp_path / "mamba.gguf", TINY, architecture="mamba")
     with raises_coded(ModelError, "unsupported", "general.architecture"):
         load_model(str(tmp_path / "mamba.gguf"))
 
@@ -133,6 +139,7 @@ def test_wrong_gguf_files_are_refused(tmp_path):
             "unsupported",
             "use_sliding_window",
         ),
+        ({"model_type": "mistral", "sliding_window": 4096}, "unsupported", "sliding_window"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "unsupported",

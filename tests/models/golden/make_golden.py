@@ -24,6 +24,10 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -59,6 +63,11 @@ FAMILIES = {
         Qwen3ForCausalLM,
         Qwen3Config(**SIZES, head_dim=6, tie_word_embeddings=False),
     ),
+    "mistral": (
+        MistralForCausalLM,
+        MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False),
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES, tie_word_embeddings=False)),
 }
 TEXT = (
     "<|im_start|>user\nHow many of the 12345 singers are from São Paulo?  Naïve 你好 it's"
@@ -80,13 +89,25 @@ def make_family(name: str) -> None:
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 150))
     with torch.no_grad():
         logits = model(tokens).logits
+        greedy = greedy_tokens(model, tokens[:1, :20])
     weights = {path: weight.detach().numpy() for path, weight in model.named_parameters()}
     np.savez_compressed(
         HERE / f"{name}.npz",
         **weights,
         tokens=tokens.numpy().astype(np.int32),
         logits=logits[:, ::7].numpy().astype(np.float32),
+        greedy=greedy.numpy().astype(np.int32),
     )
+
+
+def greedy_tokens(model: Any, prompt: torch.Tensor, number: int = 24) -> torch.Tensor:
+    """Return the most likely tokens after a prompt. No two of them are nearly as likely."""
+    tokens = prompt
+    for _ in range(number):
+        best = model(tokens).logits[:, -1].topk(2)
+        assert best.values[0, 0] - best.values[0, 1] > 1e-3, "a near tie; take another seed"
+        tokens = torch.cat((tokens, best.indices[:, :1]), dim=1)
+    return tokens[0, prompt.shape[1] :]
 
 
 def make_smollm2_weights(gguf: Path) -> None:

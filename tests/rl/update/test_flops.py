@@ -11,7 +11,7 @@ from window.update import sequences_of
 from lightning_jax.models.config import LoraConfig, MeshConfig
 from lightning_jax.models.lora import adapted_shape
 from lightning_jax.models.mesh import make_mesh
-from lightning_jax.models.shape import DecoderConfig, DecoderShape
+from lightning_jax.models.shape import Attention, Block, DecoderConfig, DecoderShape, Dense
 from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, OptimizerConfig
 from lightning_jax.rl.update.flops import Work, gradient_flops, mfu_metrics, work_of
@@ -25,11 +25,7 @@ SMALL = DecoderConfig(
     DecoderShape(
         vocab_size=10,
         embed_dim=4,
-        mlp_dim=8,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=2,
+        blocks=2 * (Block(Attention(2, 1, 2), Dense(8)),),
     )
 )
 ROWS = BatchConfig(rows=1, row_len=16, max_targets=8, head_chunk=4)

@@ -39,7 +39,7 @@ STRICT_PROMOTION = False  # optax mixes dtypes
 MODEL = tiny_model()
 SHALLOW = dataclasses.replace(  # compiles faster, for tests that do not need depth
     MODEL,
-    config=MODEL.config.with_shape(num_layers=1),
+    config=MODEL.config.with_shape(blocks=MODEL.config.shape.blocks[:1]),
     params={name: value for name, value in MODEL.params.items() if name != "layers_1"},
 )
 SHAPE = BatchConfig(rows=2, row_len=32, max_targets=16, head_chunk=4)

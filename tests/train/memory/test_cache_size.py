@@ -7,7 +7,7 @@ import pytest
 
 from lightning_jax.engine.config import LEAST_CACHE_MIB, ServeConfig
 from lightning_jax.models.config import MeshConfig, ModelConfig
-from lightning_jax.models.formats.families import SHAPES
+from lightning_jax.models.families.table import SHAPES
 from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.system.memory import Limit

@@ -23,7 +23,7 @@ from lightning_jax.models.config import (
     PolicyConfig,
     RematKind,
 )
-from lightning_jax.models.formats.families import SHAPES
+from lightning_jax.models.families.table import SHAPES
 from lightning_jax.models.formats.load import load_shape, save_hf
 from lightning_jax.models.lora import adapted_shape
 from lightning_jax.models.shape import DecoderConfig

@@ -11,9 +11,9 @@ import pytest
 import tiktoken
 from coded import raises_coded
 
-from lightning_jax.models import slow_tokenizers
 from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.tokenizer import Tokenizer, from_hf
+from lightning_jax.models.vocabulary import slow_tokenizers
 
 TEXTS = ("the red fox", " the  hello\n\nworld", "naïve 日本 😀", "", "1234 + 5678")
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"

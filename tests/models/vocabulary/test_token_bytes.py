@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
-from lightning_jax.models.token_bytes import Pieces, longest
+from lightning_jax.models.vocabulary.token_bytes import Pieces, longest
 from lightning_jax.testing.tiny import sentencepiece
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lightning_jax.models.blocks.matmul import FEW_ROWS, matmul, matmul_turned, turn_kernels
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.lora import adapted_shape
-from lightning_jax.models.matmul import FEW_ROWS, matmul, matmul_turned, turn_kernels
 from lightning_jax.models.transformer import forward, init_params, unembed
-from lightning_jax.testing.tiny import tiny_model
+from lightning_jax.testing.tiny import tiny_model, with_mixers
 
 RANDOM = np.random.default_rng(0)
 KERNEL = jnp.asarray(RANDOM.standard_normal((6, 5)), jnp.float32)
@@ -99,7 +99,7 @@ def test_with_few_rows_the_kernel_stays_on_the_left():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_turned_model_says_the_same(tied):
-    plain = tiny_model(num_layers=1).config.with_shape(tie_embeddings=tied, qkv_bias=True)
+    plain = with_mixers(tiny_model(num_layers=1).config.with_shape(tie_embeddings=tied), bias=True)
     plain = adapted_shape(plain, LoraConfig(rank=2))
     params = init_params(plain, jax.random.key(0))
     params = jax.tree.map(lambda leaf: leaf + 0.01, params)  # biases and adapters count

@@ -1,0 +1,32 @@
+"""MLP of three dense products, silu(x G) * (x U) D.
+
+Parameters: gate, up /kernel [E, M]   down/kernel [M, E]
+"""
+
+import flax.linen as nn
+
+from lightning_jax.models.blocks.parts import Axes, Hidden, Parts, Width
+from lightning_jax.models.shape import Dense
+
+KERNELS = ("gate", "up", "down")
+AXES: dict[tuple[str, str], Axes] = {
+    ("gate", "kernel"): ("embed", "mlp"),
+    ("up", "kernel"): ("embed", "mlp"),
+    ("down", "kernel"): ("mlp", "embed"),
+}
+
+
+def apply(spec: Dense, parts: Parts, x: Hidden) -> Hidden:
+    """Return the MLP of each token."""
+    gate, up = (parts.kept_linear(name, x, spec.size) for name in ("gate", "up"))
+    return parts.linear("down", nn.silu(gate) * up, x.shape[-1])
+
+
+def units(spec: Dense) -> dict[str, int]:
+    """Return the number of units of each logical axis that are never split: features here."""
+    return {"mlp": spec.size}
+
+
+def activations(spec: Dense) -> dict[str, Width]:
+    """Return what a layer keeps of one token for its backward pass, by its name in `KEPT`."""
+    return dict.fromkeys(("gate", "up", "gated"), Width("mlp", spec.size))

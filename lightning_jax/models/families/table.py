@@ -1,0 +1,34 @@
+"""Table of the families that load, by the name in their files, and of known shapes by hub id."""
+
+from collections.abc import Collection
+from typing import Any
+
+from lightning_jax.models.families import llama, mistral, olmo2, qwen2, qwen3
+from lightning_jax.models.families.family import Family
+from lightning_jax.models.model_files import ModelError
+from lightning_jax.system.text import in_one_line
+
+_MODULES = (llama, mistral, olmo2, qwen2, qwen3)
+FAMILIES = {module.FAMILY.name: module.FAMILY for module in _MODULES}
+SHAPES = {hub_id: shape for one in FAMILIES.values() for hub_id, shape in one.shapes.items()}
+
+
+def find_family(name: Any, where: object, key: str) -> Family:
+    """Return the family of this name. Raises ModelError if there is none."""
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelError.unsupported(
+            key,
+            f"{where} has {key}={in_one_line(repr(name), 80)}; supported are "
+            f"{sorted(FAMILIES)}. Use a model of one of these families.",
+        )
+    return FAMILIES[name]
+
+
+def refuse_experts(where: object, keys: Collection[str]) -> None:
+    """Raise ModelError if a file has these fields of a mixture of experts."""
+    for key in keys:
+        raise ModelError.unsupported(
+            key,
+            f"{where} is a mixture of experts ({key}), which is not supported; use a dense model "
+            f"of one of the families {sorted(FAMILIES)}",
+        )
