@@ -27,6 +27,8 @@ class Pieces:
             *("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")
         } and bool(kinds)
         self._by_char = _bytes_by_char() if "ByteLevel" in kinds else {}
+        # The text of several tokens is that of their bytes one after another.
+        self.are_joined = kinds == {"ByteLevel"}
         self._falls_back = "ByteFallback" in kinds
         self.of = functools.lru_cache(maxsize=_NUM_CACHED)(self._of)
         self.at_start = functools.lru_cache(maxsize=_NUM_CACHED)(self._at_start)

@@ -291,9 +291,19 @@ class StreamDecoder:
 
         This is "" for partial characters, and for special tokens that are not in `shown_ids`.
         """
-        if token_id in self._hidden_ids:
+        return self.extend((token_id,))
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Add tokens and return the text that they complete, as `push` of one after another.
+
+        All at once are much faster if the vocabulary joins the bytes of its tokens.
+        """
+        ids = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
+        if len(ids) > 1 and not self._tokenizer.pieces.are_joined:
+            return "".join(map(self.push, ids))
+        if not ids:
             return ""
-        self._fresh.append(token_id)
+        self._fresh += ids
         text = self._fresh_text()
         # Later bytes can turn up to three trailing replacement marks into one character.
         stable = text[: len(text) - min(3, len(text) - len(text.rstrip(_REPLACEMENT)))]
