@@ -164,10 +164,14 @@ class Batcher:
         if steps is None:
             return
         for requests, are_last in self._stepper.read(steps):
-            stalled_s = self._programs.waited_s()
+            stalled_s, clock, now_s = self._programs.waited_s(), None, 0.0
             for request, is_last in zip(requests, are_last, strict=True):
-                limit = request.response.time_limit
-                is_late = limit is not None and limit.is_over(stalled_s)
+                is_late = False
+                if limit := request.response.time_limit:
+                    if limit.now_s != clock:  # most requests share one
+                        clock = limit.now_s
+                        now_s = clock() - stalled_s
+                    is_late = limit.is_over(now_s)
                 if is_last or is_late or request.is_watched:
                     self._look_at(request, is_late)
 

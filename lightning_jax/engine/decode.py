@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -49,16 +50,19 @@ class Request:
     finished: bool = False
     is_unread: bool = False  # its next token depends on a sampled token not read yet
 
-    @property
+    @cached_property
     def is_sequential(self) -> bool:
         """True if its next step needs the token of the last one."""
         return self.adjuster is not None and self.adjuster.depends_on_tokens
 
+    @cached_property
+    def _follows_tokens(self) -> bool:
+        return self.adjuster is not None or bool(self.sampling.stop)
+
     @property
     def is_watched(self) -> bool:
         """True if each of its tokens is looked at, and not only appended to its response."""
-        has_listener = self.generation.is_followed or not self.has_begun
-        return has_listener or self.adjuster is not None or bool(self.sampling.stop)
+        return self.generation.is_followed or not self.has_begun or self._follows_tokens
 
     @property
     def is_ready(self) -> bool:
@@ -198,7 +202,7 @@ class Stepper:
         records = pack_records(sampled, version, forced)
         for request, record in zip(requests.values(), records, strict=True):
             request.response.append(record)
-        if best := unpack_sampled(packed).likeliest:
+        if len(packed) > 4 and (best := unpack_sampled(packed).likeliest):
             for slot, request in requests.items():
                 if number := request.sampling.top_logprobs:
                     request.response.top_logprobs.append(_top(best, slot, number))

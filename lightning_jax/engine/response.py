@@ -30,7 +30,8 @@ class TimeLimit:
     def __init__(
         self, seconds: float | None = None, now_s: Callable[[], float] = time.monotonic
     ) -> None:
-        self._seconds, self._now_s = seconds, now_s
+        self.now_s = now_s
+        self._seconds = seconds
         self._began_s: float | None = None
         self._has_ended = False
 
@@ -38,12 +39,11 @@ class TimeLimit:
         """Let the next token be the last one."""
         self._has_ended = True
 
-    def is_over(self, stalled_s: float = 0.0) -> bool:
-        """Return True if the token that was just sampled is the last one.
+    def is_over(self, now_s: float) -> bool:
+        """Return True if the token that was sampled just now is the last one.
 
-        `stalled_s` counts the seconds in which the engine stood still, which do not count.
+        `now_s` is the time of the clock, without the seconds in which the engine stood still.
         """
-        now_s = self._now_s() - stalled_s
         if self._began_s is None:
             self._began_s = now_s
         is_late = self._seconds is not None and now_s - self._began_s >= self._seconds
@@ -197,7 +197,8 @@ class Response:
         self.append(_RECORD.pack(token.token_id, *logprobs, token.policy_version, token.forced))
         if self.sampling.top_logprobs:
             self.top_logprobs.append(token.top_logprobs)
-        return self.end(self.time_limit is not None and self.time_limit.is_over(stalled_s))
+        limit = self.time_limit
+        return self.end(limit is not None and limit.is_over(limit.now_s() - stalled_s))
 
     def end(self, is_late: bool = False) -> FinishReason | None:
         """Return the finish reason if the response ends with its last token.

@@ -1,6 +1,7 @@
 """Tokenizer with chat template, and a decoder that streams text in whole characters."""
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -291,18 +292,22 @@ class StreamDecoder:
 
         This is "" for partial characters, and for special tokens that are not in `shown_ids`.
         """
-        return self.extend((token_id,))
+        return "" if token_id in self._hidden_ids else self._add([token_id])
 
-    def extend(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the text that they complete, as `push` of one after another.
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """Add tokens and return the text that they complete, the same as `push` of each.
 
-        All at once are much faster if the vocabulary joins the bytes of its tokens.
+        Tokens that join their neighbours are decoded together, which is much faster.
         """
-        ids = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
-        if len(ids) > 1 and not self._tokenizer.pieces.are_joined:
-            return "".join(map(self.push, ids))
-        if not ids:
-            return ""
+        visible = (token_id for token_id in token_ids if token_id not in self._hidden_ids)
+        texts: list[str] = []
+        for joins, run in itertools.groupby(visible, self._tokenizer.pieces.joins):
+            ids = list(run)
+            runs = [ids] if joins and not self._fresh else [[token_id] for token_id in ids]
+            texts += map(self._add, runs)
+        return "".join(texts)
+
+    def _add(self, ids: list[int]) -> str:
         self._fresh += ids
         text = self._fresh_text()
         # Later bytes can turn up to three trailing replacement marks into one character.

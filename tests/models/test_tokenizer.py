@@ -359,9 +359,11 @@ def test_llama_3_takes_a_known_word_as_it_is() -> None:
 
 def _byte_fallback() -> Tokenizer:
     """Return a tokenizer like Llama 2's, which decodes neighbouring byte tokens as a whole."""
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256}
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "▁a": 257}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return Tokenizer(backend, eos_ids=[256])
 
 
@@ -388,6 +390,27 @@ def test_tokens_added_together_give_the_text_of_one_after_another(
     ends = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
     pieces = [stream.extend(ids[start:end]) for start, end in itertools.pairwise(ends)]
     assert "".join(pieces) + stream.flush() == text
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "token_id"),
+    [(TINY, TINY.encode("a")[0]), (_byte_fallback(), 257)],
+    ids=["bytes", "words"],
+)
+def test_tokens_added_together_are_decoded_together(
+    tokenizer: Tokenizer, token_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    decode = Tokenizer.decode
+
+    def count(self: Tokenizer, ids: list[int], **options: Any) -> str:
+        decoded.append(len(ids))
+        return decode(self, ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", count)
+    stream = StreamDecoder(tokenizer)
+    assert (stream.extend([token_id] * 50) + stream.flush()).count("a") == 50
+    assert sum(decoded) <= 150
 
 
 def test_limits_that_training_left_in_the_file_are_not_ours(tmp_path: Path) -> None:
