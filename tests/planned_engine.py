@@ -42,8 +42,8 @@ async def _write(ids: Sequence[int], generation: Generation, response: Response)
     try:
         for token_id in ids:
             await asyncio.sleep(0)
-            chunk, reason = response.push(SampledToken(token_id, -1.0, -1.0, -1.0, 0))
-            generation.receive(chunk, response.completion(reason) if reason else None)
+            reason = response.push(SampledToken(token_id, -1.0, -1.0, -1.0, 0))
+            generation.receive(response.chunk(), response.completion(reason) if reason else None)
             if reason:
                 return
     except asyncio.CancelledError:

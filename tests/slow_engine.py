@@ -75,8 +75,8 @@ class SlowEngine(Engine):
                     await asyncio.sleep(self.step_s)
                     while self.stands_still.is_set():
                         await asyncio.sleep(0.01)
-                    chunk, reason = response.push(token)
+                    reason = response.push(token)
                     outcome = response.completion(reason) if reason else None
-                    generation.receive(chunk, outcome)
+                    generation.receive(response.chunk(), outcome)
         except asyncio.CancelledError:
             generation.receive(None, response.completion("cancelled"))

@@ -207,11 +207,18 @@ class Bench:
 
 
 async def answer(engine: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Any]:
-    """Submit all prompts at once, and return the completions of `num_tokens` tokens."""
-    from lightning_jax.engine.types import SamplingParams
+    """Submit all prompts at once, and return the completions of `num_tokens` tokens.
 
-    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    running = [engine.submit(prompt, sampling) for prompt in prompts]
+    Each has a time limit, as from the gateway.
+    """
+    from lightning_jax.engine.response import TimeLimit
+    from lightning_jax.engine.types import SamplingParams
+    from lightning_jax.system.clock import PausableClock
+
+    sampling, now_s = SamplingParams(max_tokens=num_tokens, ignore_eos=True), PausableClock().now_s
+    running = [
+        engine.submit(prompt, sampling, time_limit=TimeLimit(3600.0, now_s)) for prompt in prompts
+    ]
     return list(await asyncio.gather(*(generation.result() for generation in running)))
 
 

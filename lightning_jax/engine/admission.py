@@ -178,5 +178,4 @@ class SlotLoop(Generic[Request]):
         limit = min(sampling.max_tokens, self._programs.max_len - len(prompt))
         context = prompt[-1:] if sampling.continues_text else ()
         decoder = StreamDecoder(self._tokenizer, sampling.shown_ids, context)
-        stalled_s = self._programs.waited_s
-        return Response(decoder, self._tokenizer.eos_ids, sampling, limit, time_limit, stalled_s)
+        return Response(decoder, self._tokenizer.eos_ids, sampling, limit, time_limit)

@@ -2,17 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lightning_jax.engine.decode import Request, Stepper, Steps
 from lightning_jax.engine.device.prefix_cache import PrefixCache, Row
 from lightning_jax.engine.device.slots import SlotPrograms
-from lightning_jax.engine.generation import ChunkDelivery, EngineError
+from lightning_jax.engine.generation import ChunkDelivery, EngineError, news_of
 from lightning_jax.engine.grammar.compiler import GrammarCompiler, GrammarError
 from lightning_jax.engine.grammar.process import GrammarProcessLost, wait_readable
 from lightning_jax.engine.prefill import Prefill
-from lightning_jax.engine.response import SampledToken
 from lightning_jax.engine.scheduler import Admission, Scheduler
 from lightning_jax.types import FinishReason
 
@@ -28,7 +27,12 @@ class Batcher:
     """Requests of one engine, its slots and its weights, on the engine's thread only."""
 
     def __init__(
-        self, programs: SlotPrograms, params: Any, version: int, grammars: GrammarCompiler
+        self,
+        programs: SlotPrograms,
+        params: Any,
+        version: int,
+        grammars: GrammarCompiler,
+        eos_ids: Collection[int],
     ) -> None:
         self._programs, self._grammars = programs, grammars
         self._params, self._version = params, version
@@ -36,7 +40,7 @@ class Batcher:
         self._prefixes = PrefixCache(programs, version)
         self._prompts = Prefill(programs, self._prefixes)
         self._scheduler: Scheduler[Request] = Scheduler(programs.num_slots)
-        self._stepper = Stepper(programs)
+        self._stepper = Stepper(programs, eos_ids)
         self._ahead: Steps | None = None  # started, but its tokens are not handed out yet
         self._retiring: list[Request] = []
         self._outgoing: list[ChunkDelivery] = []
@@ -157,25 +161,40 @@ class Batcher:
 
     def _hand_out(self, steps: Steps | None) -> None:
         """Give each request that is still running its sampled tokens."""
-        if steps is not None:
-            for request, token in self._stepper.read(steps):
-                self._push(request, token)
+        if steps is None:
+            return
+        for requests, are_last in self._stepper.read(steps):
+            stalled_s, clock, now_s = self._programs.waited_s(), None, 0.0
+            for request, is_last in zip(requests, are_last, strict=True):
+                is_late = False
+                if limit := request.response.time_limit:
+                    if limit.now_s != clock:  # most requests share one
+                        clock = limit.now_s
+                        now_s = clock() - stalled_s
+                    is_late = limit.is_over(now_s)
+                if is_last or is_late or request.is_watched:
+                    self._look_at(request, is_late)
 
-    def _push(self, request: Request, token: SampledToken) -> None:
-        chunk, reason = request.response.push(token)
-        self._outgoing.append(ChunkDelivery(request.generation, chunk, None))
-        self._counts["tokens_forced"] += token.forced
+    def _look_at(self, request: Request, is_late: bool) -> None:
+        """Look at the newest token of a request: it may end it, or somebody may listen to it."""
+        adjuster, reason = request.adjuster, request.response.end(is_late)
+        self._counts["tokens_forced"] += adjuster is not None and adjuster.forced
         if reason:
             self._finish(request, reason)
-        elif request.adjuster:
-            self._try(request, lambda push=request.adjuster.push: push(token.token_id))
+            return
+        if news := news_of(request.generation, request.response):
+            self._outgoing.append(news)
+        request.has_begun = True
+        if adjuster:
+            token_id = request.response.last_id
+            self._try(request, lambda: adjuster.push(token_id))
 
     def _try(self, request: Request, work: Callable[[], None]) -> None:
         """Run grammar work for one request. An error ends only that request."""
         try:
             work()
         except (GrammarError, GrammarProcessLost, OSError) as error:
-            number = len(request.response.tokens)
+            number = len(request.response)
             log.warning("a grammar failed after %d tokens: %s", number, error)
             self._finish(request, "error", None if isinstance(error, GrammarError) else str(error))
 
@@ -212,6 +231,6 @@ class Batcher:
         for request in requests:
             assert request.slot is not None, "only a request with a slot retires"
             # The last token was sampled but never fed, so the row does not hold it.
-            ids = [*request.prompt, *(token.token_id for token in request.response.tokens)][:-1]
+            ids = [*request.prompt, *request.response.token_ids][:-1]
             rows.append(Row(request.slot, ids, request.version, request.adapter))
         self._prefixes.keep(self._state, rows)

@@ -1,7 +1,8 @@
 """Decode steps of the running requests: start them on the device, then read the sampled tokens."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.device.table import SlotTable, unpack_sampled
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.logits import LogitAdjuster
-from lightning_jax.engine.response import Response, SampledToken
-from lightning_jax.engine.sampling import Adjustment, Sampled
+from lightning_jax.engine.response import Response, pack_records
+from lightning_jax.engine.sampling import Adjustment, Likeliest
 from lightning_jax.engine.types import SamplingParams, TopLogprobs
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.memory import decode_bytes
@@ -45,13 +46,23 @@ class Request:
     slot: int | None = None  # None: waiting
     version: int = -1  # weights version at its start
     num_due: int = 0  # steps left until its limit
+    has_begun: bool = False  # its first token was handed out
     finished: bool = False
     is_unread: bool = False  # its next token depends on a sampled token not read yet
 
-    @property
+    @cached_property
     def is_sequential(self) -> bool:
         """True if its next step needs the token of the last one."""
         return self.adjuster is not None and self.adjuster.depends_on_tokens
+
+    @cached_property
+    def _follows_tokens(self) -> bool:
+        return self.adjuster is not None or bool(self.sampling.stop)
+
+    @property
+    def is_watched(self) -> bool:
+        """True if each of its tokens is looked at, and not only appended to its response."""
+        return self.generation.is_followed or not self.has_begun or self._follows_tokens
 
     @property
     def is_ready(self) -> bool:
@@ -102,9 +113,12 @@ class ReadBound:
 class Stepper:
     """Runner that starts decode steps and reads their tokens. The caller holds the decode state."""
 
-    def __init__(self, programs: SlotPrograms) -> None:
+    def __init__(self, programs: SlotPrograms, eos_ids: Collection[int]) -> None:
         self._programs = programs
         self._table = SlotTable(programs.num_slots)
+        self._eos_ids = np.array(sorted(eos_ids), np.int32)
+        self._ignores_eos = np.zeros(programs.num_slots, bool)
+        self._num_left = np.zeros(programs.num_slots, np.int32)  # tokens to hand out until limits
         self._bound = ReadBound.of(programs)
         self.counts: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
         if self._bound:
@@ -112,7 +126,8 @@ class Stepper:
 
     def begin(self, request: Request, slot: int) -> None:
         """Register a request whose slot's row holds its prompt but for the last token."""
-        request.num_due = request.response.limit
+        request.num_due = self._num_left[slot] = request.response.limit
+        self._ignores_eos[slot] = request.sampling.ignore_eos
         last, position = request.prompt[-1], len(request.prompt) - 1
         self._table.begin(slot, last, position, request.sampling, request.seed, request.adapter)
 
@@ -157,37 +172,43 @@ class Stepper:
         if self._bound:
             self.counts["decode_s"] += seconds
 
-    def read(self, steps: Steps) -> Iterator[tuple[Request, SampledToken]]:
-        """Yield the tokens in the order they were sampled. Waits for the device.
+    def read(self, steps: Steps) -> Iterator[tuple[Collection[Request], list[bool]]]:
+        """Append the tokens of each step to their responses. Waits for the device.
 
-        A request that has finished gets none. An earlier token of these steps may have finished it.
+        Yield a step's requests, and for each one whether its token is an end of turn or reaches the
+        limit. A request that has finished gets none. An earlier token of these steps may have
+        finished it.
         """
         if all(request.finished for request in steps.requests.values()):
             self.counts["tokens_past_end"] += steps.number * len(steps.requests)
             return
         packed = jax.device_get(steps.sampled)  # the only device transfer
         for one in packed if steps.number > 1 else packed[None]:
-            sampled = unpack_sampled(one)
-            tokens, behavior = sampled.tokens.tolist(), sampled.behavior_logprobs.tolist()
-            drawn, tempered = sampled.sampling_logprobs.tolist(), sampled.tempered_logprobs.tolist()
-            for slot, request in steps.requests.items():
-                if request.finished:
-                    self.counts["tokens_past_end"] += 1
-                    continue
-                self.counts["tokens_generated"] += 1
+            requests = {slot: r for slot, r in steps.requests.items() if not r.finished}
+            self.counts["tokens_past_end"] += len(steps.requests) - len(requests)
+            self.counts["tokens_generated"] += len(requests)
+            yield requests.values(), self._append(requests, one, steps.version)
+
+    def _append(
+        self, requests: Mapping[int, Request], packed: Int[np.ndarray, "F R"], version: int
+    ) -> list[bool]:
+        slots = np.fromiter(requests, np.intp, len(requests))
+        sampled, forced = packed[:4, slots], []
+        for index, request in enumerate(requests.values()):
+            if request.adjuster is not None:
                 request.is_unread = False
-                yield (
-                    request,
-                    SampledToken(
-                        tokens[slot],
-                        behavior[slot],
-                        drawn[slot],
-                        tempered[slot],
-                        steps.version,
-                        forced=request.adjuster is not None and request.adjuster.forced,
-                        top_logprobs=_top(sampled, slot, request.sampling.top_logprobs),
-                    ),
-                )
+                if request.adjuster.forced:
+                    forced.append(index)
+        records = pack_records(sampled, version, forced)
+        for request, record in zip(requests.values(), records, strict=True):
+            request.response.append(record)
+        if len(packed) > 4 and (best := unpack_sampled(packed).likeliest):
+            for slot, request in requests.items():
+                if number := request.sampling.top_logprobs:
+                    request.response.top_logprobs.append(_top(best, slot, number))
+        self._num_left[slots] -= 1
+        has_eos = (sampled[0][:, None] == self._eos_ids).any(axis=1) & ~self._ignores_eos[slots]
+        return (has_eos | (self._num_left[slots] <= 0)).tolist()
 
     def _adjustment(self, requests: Mapping[int, Request]) -> Adjustment | None:
         """Return new changes to the slots' logits for this step, or None if there are none."""
@@ -205,10 +226,6 @@ class Stepper:
         return adjustment
 
 
-def _top(sampled: Sampled, slot: int, number: int) -> TopLogprobs:
-    if number == 0:
-        return ()
-    best = sampled.likeliest
-    assert best is not None, "the step returns them if any request asks for them"
+def _top(best: Likeliest, slot: int, number: int) -> TopLogprobs:
     ids, logprobs = best.ids[slot, :number], best.logprobs[slot, :number]
     return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lightning_jax.engine.response import Chunk
+from lightning_jax.engine.response import Chunk, Response, rest_of
 from lightning_jax.engine.types import Completion
 from lightning_jax.errors import Coded, InvalidValue
 
@@ -44,30 +44,45 @@ class Draining(Coded, RuntimeError):
 class Generation:
     """Handle of one running request. Only `cancel` may be called off the event loop's thread.
 
-    Iterate over it for chunks, await `result()`, or do both.
+    Iterate over it for chunks, await `result()`, or do both. The engine cuts chunks from the time
+    on at which somebody iterates, and the first one has all tokens so far.
     """
 
     def __init__(self, cancel: "Callable[[Generation], None]") -> None:
         self.event_loop = asyncio.get_running_loop()
         self._cancel = cancel
+        self.is_followed = False  # somebody iterates; the engine's thread reads this
         self._chunks: deque[Chunk] = deque()
+        self._num_tokens = self._num_chars = 0  # in chunks so far
         self._outcome: Completion | EngineError | None = None
         self._changed = asyncio.Event()
+        self._started = asyncio.Event()
         self._finished = asyncio.Event()
 
     def __aiter__(self) -> "Generation":
+        self.is_followed = True
         return self
 
     async def __anext__(self) -> Chunk:
         """Return the next chunk. Raises EngineError after the last one if the engine failed."""
+        self.is_followed = True
         while not self._chunks:
             if isinstance(self._outcome, EngineError):
                 raise self._outcome
             if self._outcome is not None:
-                raise StopAsyncIteration
+                if self._num_tokens == len(self._outcome.token_ids):
+                    raise StopAsyncIteration
+                self._add(rest_of(self._outcome, self._num_tokens, self._num_chars))
+                break
             self._changed.clear()
             await self._changed.wait()
         return self._chunks.popleft()
+
+    async def started(self) -> None:
+        """Wait for the first token or the end. Raises EngineError if the engine failed."""
+        await self._started.wait()
+        if isinstance(self._outcome, EngineError):
+            raise self._outcome
 
     async def result(self) -> Completion:
         """Wait for the whole response and return it. Raises EngineError if the engine failed."""
@@ -85,15 +100,24 @@ class Generation:
         self._cancel(self)
 
     def receive(self, chunk: Chunk | None, outcome: Completion | EngineError | None) -> None:
-        """Record a step's chunk and the outcome, for the engine. The first outcome counts."""
+        """Record a first token, a chunk or the outcome, for the engine. The first outcome counts.
+
+        The outcome may have tokens that no chunk had.
+        """
         if self._outcome is not None:
             return
         if chunk is not None:
-            self._chunks.append(chunk)
+            self._add(chunk)
+        self._started.set()
         if outcome is not None:
             self._outcome = outcome
             self._finished.set()
         self._changed.set()
+
+    def _add(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        self._num_tokens += len(chunk.token_ids)
+        self._num_chars += len(chunk.text)
 
 
 @dataclass(frozen=True)
@@ -103,6 +127,16 @@ class ChunkDelivery:
     generation: Generation
     chunk: Chunk | None
     outcome: Completion | EngineError | None
+
+
+def news_of(generation: Generation, response: Response) -> ChunkDelivery | None:
+    """Return what a token of an open response is to its listeners, None if they wait for its end.
+
+    Everybody hears of the first one.
+    """
+    if generation.is_followed:
+        return ChunkDelivery(generation, response.chunk(), None)
+    return ChunkDelivery(generation, None, None) if len(response) == 1 else None
 
 
 def deliver(deliveries: Iterable[ChunkDelivery]) -> None:

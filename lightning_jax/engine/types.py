@@ -1,6 +1,7 @@
 """Records of the engine: what a request asks for and what it gets."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_jax.settings.schema import check_rules
 from lightning_jax.types import FinishReason, check_same_length, fill_default
@@ -36,7 +37,7 @@ class SamplingParams:
     shown_ids: tuple[int, ...] = ()  # special tokens whose text is part of the response's text
     continues_text: bool = False  # the response's text continues the prompt's, first blank included
 
-    @property
+    @cached_property
     def has_filters(self) -> bool:
         """True if unlikely tokens are never sampled."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

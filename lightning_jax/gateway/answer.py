@@ -88,9 +88,13 @@ class AnswerBuilder:
         self._started_ns = time.monotonic_ns()
         self._first_token_ns = 0
 
+    def begin(self) -> None:
+        """Note the time of the first token."""
+        self._first_token_ns = self._first_token_ns or time.monotonic_ns()
+
     def add(self, pieces: Sequence[Piece], chunk: Chunk | None) -> Delta:
         """Add pieces and tokens, and return them as a delta."""
-        self._first_token_ns = self._first_token_ns or time.monotonic_ns()
+        self.begin()
         text, calls = "", []
         for piece in pieces:
             match piece:

@@ -1,6 +1,7 @@
 """Tokenizer with chat template, and a decoder that streams text in whole characters."""
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -292,9 +293,23 @@ class StreamDecoder:
 
         This is "" for partial characters, and for special tokens that are not in `shown_ids`.
         """
-        if token_id in self._hidden_ids:
-            return ""
-        self._fresh.append(token_id)
+        return "" if token_id in self._hidden_ids else self._add([token_id])
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """Add tokens and return the text that they complete, the same as `push` of each.
+
+        Tokens that join their neighbours are decoded together, which is much faster.
+        """
+        visible = (token_id for token_id in token_ids if token_id not in self._hidden_ids)
+        texts: list[str] = []
+        for joins, run in itertools.groupby(visible, self._tokenizer.pieces.joins):
+            ids = list(run)
+            runs = [ids] if joins and not self._fresh else [[token_id] for token_id in ids]
+            texts += map(self._add, runs)
+        return "".join(texts)
+
+    def _add(self, ids: list[int]) -> str:
+        self._fresh += ids
         text = self._fresh_text()
         # Later bytes can turn up to three trailing replacement marks into one character.
         stable = text[: len(text) - min(3, len(text) - len(text.rstrip(_REPLACEMENT)))]

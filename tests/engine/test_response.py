@@ -23,8 +23,8 @@ def respond(ids: list[int], *, stop: tuple[str, ...] = (), limit: int = 100):
     )
     shown = []
     for token_id in ids:
-        chunk, reason = response.push(SampledToken(token_id, -1.0, -2.0, -1.5, 3))
-        shown.append(chunk.text)
+        reason = response.push(SampledToken(token_id, -1.0, -2.0, -1.5, 3))
+        shown.append(response.chunk().text)
         if reason:
             return response.completion(reason), shown
     raise AssertionError("the response did not end")
@@ -40,9 +40,11 @@ def test_a_stop_string_across_tokens_is_cut_and_its_tokens_are_kept():
 
 
 def test_forced_tokens_and_alternatives_stay_with_their_tokens():
-    response = Response(StreamDecoder(TOKENIZER), TOKENIZER.eos_ids, SamplingParams(), 2)
+    sampling = SamplingParams(top_logprobs=2)
+    response = Response(StreamDecoder(TOKENIZER), TOKENIZER.eos_ids, sampling, 2)
     top = ((7, -0.5), (8, -1.5))
-    chunk, _ = response.push(SampledToken(7, -0.5, -0.5, -0.5, 3, forced=True, top_logprobs=top))
+    response.push(SampledToken(7, -0.5, -0.5, -0.5, 3, forced=True, top_logprobs=top))
+    chunk = response.chunk()
     assert (chunk.forced, chunk.top_logprobs) == ((True,), (top,))
     response.push(SampledToken(8, -1.0, -1.0, -1.0, 3))
     completion = response.completion("length")
@@ -59,7 +61,7 @@ def test_end_of_turn_is_kept_as_token_and_not_shown():
     eos = min(TOKENIZER.eos_ids)
     sampling = SamplingParams(ignore_eos=True)
     going_on = Response(StreamDecoder(TOKENIZER), TOKENIZER.eos_ids, sampling, 3)
-    assert [going_on.push(SampledToken(t, 0.0, 0.0, 0.0, 0))[1] for t in (eos, 5, eos)] == [
+    assert [going_on.push(SampledToken(t, 0.0, 0.0, 0.0, 0)) for t in (eos, 5, eos)] == [
         None,
         None,
         "length",
@@ -135,9 +137,10 @@ def test_the_end_of_turn_is_not_shown_even_if_it_is_no_special_token():
         sampling = SamplingParams(ignore_eos=is_ignored)
         response = Response(StreamDecoder(tokenizer), tokenizer.eos_ids, sampling, 3)
         ids = (*tokenizer.encode("hi"), end)
-        reasons = [response.push(SampledToken(i, 0.0, 0.0, 0.0, 0))[1] for i in ids]
-        assert (response.text, reasons[-1]) == (text, "length" if is_ignored else "stop")
-        assert response.tokens[-1].token_id == end
+        *_, reason = [response.push(SampledToken(i, 0.0, 0.0, 0.0, 0)) for i in ids]
+        assert reason == ("length" if is_ignored else "stop")
+        assert response.completion("length" if is_ignored else "stop").text == text
+        assert response.last_id == end
 
 
 def _limit(seconds: float | None) -> TimeLimit:
@@ -146,18 +149,14 @@ def _limit(seconds: float | None) -> TimeLimit:
 
 
 def test_the_time_begins_with_the_first_token_and_may_stand_still() -> None:
-    now_s = 50.0
-    limit = TimeLimit(3.0, lambda: now_s)
-    now_s = 90.0
-    assert not limit.is_over()
-    now_s = 92.9
-    assert not limit.is_over()
-    now_s = 95.0
-    assert not limit.is_over(stalled_s=2.5) and limit.is_over()
-    without = TimeLimit(None, lambda: now_s)
-    assert not without.is_over()
+    limit = TimeLimit(3.0)
+    assert not limit.is_over(90.0)
+    assert not limit.is_over(92.9)
+    assert not limit.is_over(95.0 - 2.5) and limit.is_over(95.0)
+    without = TimeLimit(None)
+    assert not without.is_over(95.0)
     without.end()
-    assert without.is_over()
+    assert without.is_over(95.0)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +176,8 @@ def test_a_late_token_is_the_last_one(
     response = Response(decoder, tokenizer.eos_ids, sampling, limit, _limit(2.0))
     shown, ended = "", None
     for token_id in tokenizer.encode(text):
-        chunk, ended = response.push(SampledToken(token_id, -1.0, -2.0, -1.5, 3))
-        shown += chunk.text
+        ended = response.push(SampledToken(token_id, -1.0, -2.0, -1.5, 3))
+        shown += response.chunk().text
         if ended:
             break
     assert ended is not None and ended == reason
@@ -190,12 +189,11 @@ def test_a_late_token_is_the_last_one(
 
 def test_a_standstill_of_the_engine_does_not_count() -> None:
     tokenizer = tiny_tokenizer()
-    decoder, stalled = StreamDecoder(tokenizer), itertools.count(0.0, 0.5)
-    response = Response(
-        decoder, tokenizer.eos_ids, SamplingParams(), 99, _limit(2.0), stalled.__next__
-    )
+    decoder = StreamDecoder(tokenizer)
+    response = Response(decoder, tokenizer.eos_ids, SamplingParams(), 99, _limit(2.0))
     token = SampledToken(tokenizer.encode("a")[0], -1.0, -2.0, -1.5, 3)
-    assert [response.push(token)[1] for _ in range(5)] == [None] * 4 + ["length"]
+    reasons = [response.push(token, stalled_s) for stalled_s in (0.0, 0.5, 1.0, 1.5, 2.0)]
+    assert reasons == [None] * 4 + ["length"]
 
 
 def _begins_like(cut: Completion, whole: Completion) -> None:

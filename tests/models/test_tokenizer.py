@@ -1,5 +1,6 @@
 """Tests of round trips, chat templates, streamed text and invalid files."""
 
+import itertools
 import json
 import pickle
 import time
@@ -10,7 +11,7 @@ import pytest
 import tokenizers
 import transformers
 from coded import raises_coded
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -356,16 +357,60 @@ def test_llama_3_takes_a_known_word_as_it_is() -> None:
     assert found == {"llama-bpe": ["abc"], "gpt-2": ["a", "bc"]}
 
 
-def test_streaming_a_vocabulary_that_falls_back_to_bytes() -> None:
-    """Check a decoder like Llama 2's, which decodes neighbouring byte tokens as a whole."""
-    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+def _byte_fallback() -> Tokenizer:
+    """Return a tokenizer like Llama 2's, which decodes neighbouring byte tokens as a whole."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "▁a": 257}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer = Tokenizer(backend, eos_ids=[0], special_tokens={})
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return Tokenizer(backend, eos_ids=[256])
+
+
+def test_streaming_a_vocabulary_that_falls_back_to_bytes() -> None:
+    tokenizer = _byte_fallback()
     for text in ("日本語", "a😀😀", "naïve é"):
         stream = StreamDecoder(tokenizer)
-        pieces = [stream.push(1 + byte) for byte in text.encode()]
+        pieces = [stream.push(byte) for byte in text.encode()]
         assert "".join(pieces) + stream.flush() == text
+
+
+@pytest.mark.parametrize("tokenizer", [TINY, _byte_fallback()], ids=["joined", "fallback"])
+@given(
+    ids=st.lists(st.sampled_from([*"a€é🙂".encode(), 0x80, 0xF0, 0xE2, 256]), max_size=16),
+    cuts=st.sets(st.integers(0, 16)),
+)
+@example(ids=[*"€".encode(), 0x80], cuts=set())
+@settings(max_examples=100, deadline=None)
+def test_tokens_added_together_give_the_text_of_one_after_another(
+    tokenizer: Tokenizer, ids: list[int], cuts: set[int]
+) -> None:
+    single, stream = StreamDecoder(tokenizer), StreamDecoder(tokenizer)
+    text = "".join(single.push(token_id) for token_id in ids) + single.flush()
+    ends = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
+    pieces = [stream.extend(ids[start:end]) for start, end in itertools.pairwise(ends)]
+    assert "".join(pieces) + stream.flush() == text
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "token_id"),
+    [(TINY, TINY.encode("a")[0]), (_byte_fallback(), 257)],
+    ids=["bytes", "words"],
+)
+def test_tokens_added_together_are_decoded_together(
+    tokenizer: Tokenizer, token_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    decode = Tokenizer.decode
+
+    def count(self: Tokenizer, ids: list[int], **options: Any) -> str:
+        decoded.append(len(ids))
+        return decode(self, ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", count)
+    stream = StreamDecoder(tokenizer)
+    assert (stream.extend([token_id] * 50) + stream.flush()).count("a") == 50
+    assert sum(decoded) <= 150
 
 
 def test_limits_that_training_left_in_the_file_are_not_ours(tmp_path: Path) -> None:

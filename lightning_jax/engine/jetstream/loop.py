@@ -10,7 +10,13 @@ from typing import Any
 from lightning_jax.engine.admission import SlotLoop
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import SlotPrograms
-from lightning_jax.engine.generation import ChunkDelivery, EngineError, Generation, deliver
+from lightning_jax.engine.generation import (
+    ChunkDelivery,
+    EngineError,
+    Generation,
+    deliver,
+    news_of,
+)
 from lightning_jax.engine.jetstream.engine import (
     JetStreamEngine,
     Prompt,
@@ -46,20 +52,19 @@ class _Channel:
         """Do nothing. The Driver calls this when it has freed the slot."""
 
     def _push(self, token: RecordedToken) -> None:
-        version = self._owner.version
-        chunk, reason = self._response.push(
-            SampledToken(
-                int(token),
-                token.behavior_logprob,
-                token.sampling_logprob,
-                token.tempered_logprob,
-                version,
-            )
+        sampled = SampledToken(
+            int(token),
+            token.behavior_logprob,
+            token.sampling_logprob,
+            token.tempered_logprob,
+            self._owner.version,
         )
-        deliver([ChunkDelivery(self._generation, chunk, None)])
+        reason = self._response.push(sampled, self._owner.stalled_s())
         self._owner.count_token()
         if reason:
             self._end(reason)
+        elif news := news_of(self._generation, self._response):
+            deliver([news])
 
     def _end(self, reason: FinishReason) -> None:
         self.active.complete[:] = True
@@ -177,6 +182,10 @@ class JetStreamLoop(SlotLoop[_Channel]):
     def _cancel(self, generation: Generation) -> None:
         if channel := self._intake.get(generation):
             channel.cancelled = True
+
+    def stalled_s(self) -> float:
+        """Return the seconds in which the engine stood still. Called by the channels."""
+        return self._programs.waited_s()
 
     def count_token(self) -> None:
         """Count one sampled token. Called by the channels."""

@@ -11,7 +11,7 @@ from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.engine import Engine
 from lightning_jax.engine.generation import EngineError, Generation, PromptTooLong
 from lightning_jax.engine.grammar.compiler import GrammarError
-from lightning_jax.engine.response import TimeLimit
+from lightning_jax.engine.response import TimeLimit, rest_of
 from lightning_jax.engine.types import Completion
 from lightning_jax.gateway.answer import Answer, AnswerBuilder
 from lightning_jax.gateway.calls.offload import Offload
@@ -214,17 +214,16 @@ class Responder:
         limits = [TimeLimit(timeout_s, self.pauses.now_s) for _ in call.choices]
 
         async def follow(generation: Generation, limit: TimeLimit, writer: Writer) -> Completion:
-            parser, builder = writer
+            if call.request.stream:
+                aiter(generation)  # asks for chunks from the first token on
             async with self.pauses.timeout(timeout_s):
-                chunk = await anext(generation, None)
+                await generation.started()
             waits.begin(limit, task)
+            writer[1].begin()
             async with self.pauses.timeout(timeout_s and STANDSTILL * timeout_s):
-                while chunk is not None:
-                    running.emit(builder.add(parser.push(chunk.text), chunk))
-                    chunk = await anext(generation, None)
-                completion = await generation.result()
+                completion = await _write(generation, call.request.stream, writer, running)
             waits.remove(limit)
-            return _checked(completion)
+            return completion
 
         generations: list[Generation] = []
         waits.add(*limits)
@@ -307,6 +306,20 @@ class Responder:
             thought_end=open_thought(prompt_ids, self.tokenizer) if is_free else "",
             unmarked=is_free,
         )
+
+
+async def _write(
+    generation: Generation, is_stream: bool, writer: Writer, running: RunningCall
+) -> Completion:
+    """Emit the text as it grows if somebody reads it then, else at its end. Return it all."""
+    parser, builder = writer
+    if is_stream:
+        async for chunk in generation:
+            running.emit(builder.add(parser.push(chunk.text), chunk))
+    completion = _checked(await generation.result())
+    if not is_stream:
+        running.emit(builder.add(parser.push(completion.text), rest_of(completion)))
+    return completion
 
 
 def _checked(completion: Completion) -> Completion:

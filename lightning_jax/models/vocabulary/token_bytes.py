@@ -28,9 +28,20 @@ class Pieces:
         } and bool(kinds)
         self._by_char = _bytes_by_char() if "ByteLevel" in kinds else {}
         self._falls_back = "ByteFallback" in kinds
+        self._joins_bytes, self._joins_words = kinds == {"ByteLevel"}, _joins_words(self._steps)
+        self.joins = functools.lru_cache(maxsize=_NUM_CACHED)(self._joins)
         self.of = functools.lru_cache(maxsize=_NUM_CACHED)(self._of)
         self.at_start = functools.lru_cache(maxsize=_NUM_CACHED)(self._at_start)
         self.name = functools.lru_cache(maxsize=_NUM_CACHED)(self._name)
+
+    def _joins(self, token_id: int) -> bool:
+        """Return True if such tokens, decoded together, give the texts of one after another.
+
+        Byte tokens do not: a run of them is decoded as a whole, and may be no characters.
+        """
+        token = self._backend.id_to_token(token_id)
+        is_word = bool(self.of(token_id)) and not _BYTE_TOKEN.fullmatch(token or "")
+        return self._joins_bytes or (self._joins_words and is_word)
 
     def _of(self, token_id: int) -> bytes:
         """Return the bytes that the token adds to a text. An unknown id adds none."""
@@ -105,6 +116,22 @@ class Pieces:
                     yield mark, " "
                 case {"type": "Replace", "pattern": {"String": old}, "content": new} if new:
                     yield old, new
+
+
+def _joins_words(steps: list[dict[str, Any]]) -> bool:
+    """Return True if a decoder changes each word alone, and drops at most one blank before all."""
+    has_fused = False
+    for step in steps:
+        match step:
+            case {"type": "Fuse"}:
+                has_fused = True
+            case {"type": "Strip", "start": 0 | 1, "stop": 0} | {"type": "ByteFallback"}:
+                pass
+            case {"type": "Replace" | "Metaspace"} if not has_fused:
+                pass
+            case _:
+                return False
+    return bool(steps)
 
 
 def _bytes_by_char() -> dict[str, int]:

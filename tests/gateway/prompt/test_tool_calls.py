@@ -414,8 +414,11 @@ def _respond(
     sampling = SamplingParams(shown_ids=mark_ids(form, tokenizer))
     decoder = StreamDecoder(tokenizer, sampling.shown_ids)
     response = Response(decoder, tokenizer.eos_ids, sampling, len(ids))
-    texts = [response.push(SampledToken(i, 0.0, 0.0, 0.0, 0))[0].text for i in ids]
-    assert [token.token_id for token in response.tokens] == ids
+    texts = []
+    for token_id in ids:
+        response.push(SampledToken(token_id, 0.0, 0.0, 0.0, 0))
+        texts.append(response.chunk().text)
+    assert list(response.token_ids) == ids
     parser = ToolCallParser(form, offered={"f", "g"})
     groups = range(0, len(texts), num_together)
     pieces = [p for at in groups for p in parser.push("".join(texts[at : at + num_together]))]
