@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 MODELS = ("135m", "1.5b", "8b")
 SLOTS = 64
-STEPS = 8  # of one dispatch of `generate_steps`
+STEPS = 4  # of one dispatch of `generate_steps`
 FEW = 8  # rows of `generate_8`
 CHUNKS = (128, 4)  # tokens and rows of `prefill`
 MANY_FLOPS = 10**9  # of a product that should not be in float32
@@ -167,14 +167,9 @@ class EnginePrograms:
         self._mesh = mesh
         self._programs = SlotPrograms(config, serve, dtype="bfloat16", mesh=mesh)
         shapes, shardings = param_shapes(config), param_shardings(config, mesh)
-        separate = (shapes, shardings)  # where one dispatch makes several steps
-        stacked = (jax.eval_shape(stack_layers, shapes), stacked_shardings(shardings))
-        self._separate, self._params = (
-            jax.tree.map(
-                lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=place),
-                *trees,
-            )
-            for trees in (separate, stacked)
+        self._params = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=place),
+            *(jax.eval_shape(stack_layers, shapes), stacked_shardings(shardings)),
         )
         self._state = _shapes(self._programs._init.lower().out_info)
         self._pool = _shapes(self._programs.pages._init.lower().out_info)
@@ -185,7 +180,8 @@ class EnginePrograms:
         """Functions that lower each program, by name."""
         engine, state = self._programs, self._state
         slots = engine.num_slots
-        step, steps = ((params, state, self._table) for params in (self._params, self._separate))
+        weights = (self._params, engine._per_step(self._params))
+        step, steps = ((one, state, self._table) for one in weights)
         no_move = engine.pages.no_moves()
         chunks, adjustment = engine._prompts(*CHUNKS), engine.adjustment
         return {

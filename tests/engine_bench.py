@@ -12,7 +12,7 @@ import numpy as np
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.pages import PageCopier, page_bytes
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
-from lightning_jax.engine.device.table import SlotTable, unpack_sampled
+from lightning_jax.engine.device.table import ENDLESS, End, SlotTable, unpack_sampled
 from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.sampling import Sampled
 from lightning_jax.engine.types import Completion, SamplingParams
@@ -54,9 +54,10 @@ class Slots:
         sampling: SamplingParams,
         seed: int = 5,
         adapter: int | None = None,
+        end: End = ENDLESS,
     ) -> None:
         """Let a slot decode whose row holds all of `ids` but the last one."""
-        self.table.begin(slot, ids[-1], len(ids) - 1, sampling, seed, adapter)
+        self.table.begin(slot, ids[-1], len(ids) - 1, sampling, seed, adapter, end)
         self.running = sorted({*self.running, slot})
 
     def begin(self, slot: int, ids: list[int], sampling: SamplingParams | None = None) -> None:

@@ -40,7 +40,7 @@ SKIP_TEMP = "--xla_gpu_command_buffer_update_mode=SKIP_TEMP"
 NEEDS_GPU = "skipped: needs a GPU"
 Options = Mapping[str, str]
 Dispatch = Callable[[], Any]  # starts the next step and returns its result on the device
-VARIANTS = ("generate", "branched", "separate")  # of decode_steps.STEPS
+VARIANTS = ("generate", "branched", "separate", "chain")  # of decode_steps.STEPS
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,11 @@ class StepTimes:
     dispatch: float  # of `ahead`, until the dispatch returns
 
 
-def measure_steps(dispatch: Dispatch, repeats: int) -> StepTimes:
-    """Return the times of a decode step that is compiled. Runs `2 * repeats + 4` steps."""
+def measure_steps(dispatch: Dispatch, repeats: int, at_once: int = 1) -> StepTimes:
+    """Return the times of a decode step that is compiled. Dispatches `2 * repeats + 4` times.
+
+    Each dispatch makes `at_once` steps.
+    """
     import jax
 
     for _ in range(3):
@@ -72,7 +75,8 @@ def measure_steps(dispatch: Dispatch, repeats: int) -> StepTimes:
         ahead.append(time.perf_counter() - started)
         due = following
     jax.device_get(due)
-    return StepTimes(*(1e3 * statistics.median(part) for part in (waited, ahead, dispatching)))
+    parts = (waited, ahead, dispatching)
+    return StepTimes(*(1e3 * statistics.median(part) / at_once for part in parts))
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,11 @@ PREDICTED = {
     ("branched", "135m", 64): Predicted("1.6 to 2.1", "1.6 to 2.1", "1.6 to 2.1, or 0.45 to 0.6"),
     ("generate", "135m", 64): Predicted("1.2 to 1.6", "1.1 to 1.5", "0.06", "27 to 36"),
     ("separate", "135m", 64): Predicted("1.6 to 2.1", "1.1 to 1.5", "0.45 to 0.6", "27 to 36"),
+    ("chain", "135m", 64): Predicted("1.1 to 1.5", "1.1 to 1.5", "0.03", "27 to 36"),
     ("branched", "1.5b", 64): Predicted("2.2 to 2.8", "2.2 to 2.8", "2.2 to 2.8, or 0.45 to 0.6"),
     ("generate", "1.5b", 64): Predicted("1.8 to 2.3", "1.7 to 2.2", "0.06", "58 to 65"),
     ("separate", "1.5b", 64): Predicted("2.2 to 2.8", "1.7 to 2.2", "0.45 to 0.6", "58 to 65"),
+    ("chain", "1.5b", 64): Predicted("1.7 to 2.2", "1.7 to 2.2", "0.03", "58 to 65"),
     ("branched", "8b", 64): Predicted("7.1 to 9.7", "7.1 to 9.7", "7.1 to 9.7, or 0.5 to 0.7"),
     ("generate", "8b", 64): Predicted("6.7 to 9.2", "6.6 to 9.1", "0.06", "75 to 78"),
     ("separate", "8b", 64): Predicted("7.1 to 9.7", "6.6 to 9.1", "0.5 to 0.7", "75 to 78"),
@@ -102,19 +108,26 @@ PREDICTED = {
 }
 
 
+def steps_at_once(variant: str) -> int:
+    """Return the steps of one dispatch."""
+    from window.decode_steps import AT_ONCE
+
+    return AT_ONCE if variant == "chain" else 1
+
+
 def _measure_decode(variant: str, model: str, slots: int, setting: Setting) -> Iterator[Figure]:
     import jax
 
     from window.decode_steps import STEPS, bytes_per_step, make_workload
 
-    predicted = PREDICTED[variant, model, slots]
+    predicted, at_once = PREDICTED[variant, model, slots], steps_at_once(variant)
     load = make_workload(model, slots, setting.is_tiny)
     rate = _copy_gb_per_s(setting.is_tiny)
     started = time.perf_counter()
     dispatch = STEPS[variant](load)
     jax.device_get(dispatch())
     yield Figure("setup and first step", time.perf_counter() - started, "s")
-    times = measure_steps(dispatch, load.repeats)
+    times = measure_steps(dispatch, load.repeats // at_once, at_once)
     yield from _step_figures("", times, predicted)
     size = bytes_per_step(load)
     bound = 1e3 * size / (1e9 * rate)
@@ -206,7 +219,7 @@ def update_times_us(log: str) -> list[float]:
 def _measure_graph_updates(setting: Setting) -> Iterator[Figure]:
     ends = time.monotonic() + setting.seconds - 5  # a child must not outlive this process
     logging = {"TF_CPP_VMODULE": "command_buffer_thunk=3", "TF_CPP_MIN_LOG_LEVEL": "0"}
-    for variant in ("generate", "branched", "separate"):
+    for variant in VARIANTS:
         name = f"{variant}: graph updates"
         try:
             left = ends - time.monotonic()
@@ -459,6 +472,8 @@ def _measure_attention(setting: Setting) -> Iterator[Figure]:
 
 def _decode_cases(model: str, slots: int, minutes: float) -> Iterable[Case]:
     for variant in VARIANTS:
+        if (variant, model, slots) not in PREDICTED:
+            continue
         measures = f"a decode step of {model}, {slots} slots x 640 tokens: {variant}"
         run = functools.partial(_measure_decode, variant, model, slots)
         yield Case(f"{variant}_{model}_{slots}", minutes, measures, run)
@@ -492,9 +507,11 @@ def main() -> None:
     dispatch = STEPS[args.variant](load)
     jax.device_get(dispatch())
     print(BEGIN, file=sys.stderr, flush=True)
-    times = measure_steps(dispatch, load.repeats)
+    at_once = steps_at_once(args.variant)
+    repeats = load.repeats // at_once
+    times = measure_steps(dispatch, repeats, at_once)
     print(END, file=sys.stderr, flush=True)
-    steps = 2 * load.repeats + 4
+    steps = at_once * (2 * repeats + 4)
     print(json.dumps({"times": asdict(times), "steps": steps, "platform": jax.default_backend()}))
 
 

@@ -1,4 +1,4 @@
-"""Decode steps to measure: the engine's own, with branches, and with separate weights."""
+"""Decode steps to measure: the engine's own, several at once, with branches, separate weights."""
 
 import functools
 import math
@@ -22,7 +22,8 @@ from lightning_jax.models.transformer import Params, param_shapes, stack_layers
 from window.shapes import shape_of
 
 Options = Mapping[str, str]  # of XLA's compiler
-Dispatch = Callable[[], Any]  # starts the next step and returns its result on the device
+Dispatch = Callable[[], Any]  # starts the next steps and returns their result on the device
+AT_ONCE = 4  # steps of a dispatch of `chain`
 
 
 def random_weights(shapes: Params, dtype: Any) -> Params:
@@ -61,7 +62,7 @@ class Workload:
 
     @property
     def first_position(self) -> int:
-        """Position of the first step, so that the steps on average see `used` tokens."""
+        """Position of the first step, so that single steps on average see `used` tokens."""
         return self.used - self.repeats - 4
 
 
@@ -73,10 +74,15 @@ def make_workload(model: str, slots: int, is_tiny: bool) -> Workload:
 
 
 def engine_steps(
-    load: Workload, options: Options | None = None, *, is_stacked: bool = True
+    load: Workload, options: Options | None = None, *, is_stacked: bool = True, steps: int = 1
 ) -> Dispatch:
-    """Return the engine's own decode step, compiled with these options, or with its own."""
-    serve = ServeConfig(slots=load.slots, max_len=load.max_len, prefill_buckets=(load.max_len,))
+    """Return the engine's own decode steps, compiled with these options, or with its own."""
+    serve = ServeConfig(
+        slots=load.slots,
+        max_len=load.max_len,
+        prefill_buckets=(load.max_len,),
+        steps_per_dispatch=steps,
+    )
     engine = SlotPrograms(load.config, serve, dtype="bfloat16")
     if options is not None:
         engine._jit = functools.partial(jax.jit, compiler_options=dict(options))
@@ -86,9 +92,14 @@ def engine_steps(
         shapes = jax.eval_shape(stack_layers, shapes)
     weights = random_weights(shapes, "bfloat16")
     states, table, slots = [engine.init_state()], _full_table(load), range(load.slots)
+    if steps > 1:  # otherwise single steps would serve until the program is compiled
+        arguments = (engine._per_step(weights), states[0], table.next_steps(()))
+        engine._generate_steps.compile((len(engine.capacities), load.slots), *arguments)
 
     def dispatch() -> Any:
-        states[0], sampled = engine.generate(weights, states[0], table, slots, has_filters=False)
+        states[0], sampled = engine.generate(
+            weights, states[0], table, slots, steps=steps, has_filters=False
+        )
         return sampled
 
     return dispatch
@@ -122,6 +133,11 @@ def separate_steps(load: Workload) -> Dispatch:
     return engine_steps(load, is_stacked=False)
 
 
+def chain_steps(load: Workload) -> Dispatch:
+    """Return several of the engine's decode steps in one dispatch."""
+    return engine_steps(load, steps=AT_ONCE)
+
+
 def bytes_per_step(load: Workload) -> float:
     """Return the bytes of weights and of used keys and values that a bfloat16 step must read."""
     config = load.config
@@ -137,4 +153,5 @@ STEPS: dict[str, Callable[[Workload], Dispatch]] = {
     "generate": engine_steps,
     "branched": branched_steps,
     "separate": separate_steps,
+    "chain": chain_steps,
 }

@@ -470,7 +470,7 @@ def _switch_interval(setting: Setting) -> Iterator[Figure]:
 
 
 def _steps_per_dispatch(setting: Setting) -> Iterator[Figure]:
-    for number, predicted in {1: "4.6", 4: "4.0", 8: "3.9"}.items():
+    for number, predicted in {1: "2.6", 4: "2.3 to 2.5", 8: "2.3 to 2.5"}.items():
         name = f"step, {number} per dispatch"
 
         def measure(number: int = number, predicted: str = predicted) -> Iterator[Figure]:
@@ -483,7 +483,8 @@ def _steps_per_dispatch(setting: Setting) -> Iterator[Figure]:
             yield Figure(what, value, "ms", predicted, f"median of {len(steps)} dispatches")
             value = median_ms(step.cpu_s / number for step in steps)
             yield Figure(f"engine thread CPU, {number} per dispatch", value, "ms", "2.7 or less")
-            rate = f"{64e3 / float(predicted):.0f}"
+            slowest = float(predicted.split()[-1])
+            rate = f"{64e3 / slowest:.0f} or more"
             yield Figure(f"tokens, {number} per dispatch", tokens / seconds, "tokens/s", rate)
 
         yield from attempt(name, "ms", measure)

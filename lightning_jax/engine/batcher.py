@@ -61,7 +61,7 @@ class Batcher:
         self._state = self._prefixes.warmup(self._state)
 
     def load_weights(self, params: Any | None, version: int) -> None:
-        """Use these weights from the next step on. None: the same ones under a new version."""
+        """Use these weights from the next dispatch on. None: the same ones under a new version."""
         self._version = self._prefixes.tree.version = version
         if params is not None:
             self._params = params
@@ -121,10 +121,11 @@ class Batcher:
 
         Return False if there were none.
 
-        So the device never waits for the host. A request that has just ended runs once more in
-        vain. A sequential request, such as one with a grammar, needs its last token first. It is
-        held for a step while others run ahead. If all are sequential, each step's tokens are handed
-        out first, and one step serves all.
+        So the device never waits for the host. It leaves out a request that has just ended by
+        itself. One that a stop string or its client has ended takes part in vain. A sequential
+        request, such as one with a grammar, needs its last token first. It is held for a step while
+        others run ahead. If all are sequential, each step's tokens are handed out first, and one
+        step serves all.
         """
         running = self._scheduler.running
         before, self._ahead = self._ahead, None
@@ -208,6 +209,8 @@ class Batcher:
         if request is None or request.finished:
             return
         request.finished = True
+        is_cut = request.response.is_late or request.response.stop != ""
+        request.runs_on = is_cut or reason in ("cancelled", "error")
         if request.slot is None:
             self._scheduler.remove(request)
             self._prompts.let_go(request)

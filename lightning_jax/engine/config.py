@@ -60,11 +60,12 @@ class ServeConfig(Section):
     """Padded lengths of prompt chunks. One program prefills 1, 4, 16, ... chunks of one length, up
     to 512 tokens or the longest chunk. Each combination is one compile. None: those of 32, 128 and
     512 that are at most half of max_len, and 32."""
-    steps_per_dispatch: Count = 1
-    """Decode steps per dispatch, if no response reaches its limit within them. Above 1, each decode
-    program is compiled twice, and a new request waits for all the steps. A response that stops
-    early wastes the rest (serve/tokens_past_end). Useful only on an accelerator whose steps are
-    shorter than the host's work."""
+    steps_per_dispatch: Count | None = None
+    """Decode steps per dispatch. A response that reaches its limit or an end-of-turn token takes no
+    part in the rest. Stop strings, grammars, biases and penalties need the host after each step, so
+    beside such a request there is one step. Above 1, a stream gets that many tokens at a time, and
+    a new request, a cancellation and new weights wait for the steps that have started: up to twice
+    that many. None: on a GPU or TPU 4 for models below 1B and 2 below 3B, otherwise 1."""
     max_queue: Natural = 1024
     """Requests that wait for a slot; more are refused with 429."""
     max_body_mib: FinitePositive = 16.0

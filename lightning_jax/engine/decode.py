@@ -12,7 +12,7 @@ from jaxtyping import Int
 from lightning_jax.engine.device.programs import DecodeState
 from lightning_jax.engine.device.radix import Node
 from lightning_jax.engine.device.slots import SlotPrograms
-from lightning_jax.engine.device.table import SlotTable, unpack_sampled
+from lightning_jax.engine.device.table import NO_TOKEN, End, SlotTable, unpack_sampled
 from lightning_jax.engine.generation import Generation
 from lightning_jax.engine.logits import LogitAdjuster
 from lightning_jax.engine.response import Response, pack_records
@@ -48,6 +48,8 @@ class Request:
     num_due: int = 0  # steps left until its limit
     has_begun: bool = False  # its first token was handed out
     finished: bool = False
+    ends_on_device: bool = False  # the device knows all that ends its response by itself
+    runs_on: bool = False  # it has finished, which the device does not know
     is_unread: bool = False  # its next token depends on a sampled token not read yet
 
     @cached_property
@@ -76,6 +78,7 @@ class Steps:
     """Decode steps started on the device in one dispatch, and their requests."""
 
     requests: Mapping[int, Request]  # by slot
+    contexts: Int[np.ndarray, " R"] | None  # their tokens that the first step reads, if counted
     sampled: Any  # on the device, see `SlotPrograms.generate`
     version: int  # of the weights
     number: int
@@ -104,10 +107,15 @@ class ReadBound:
         numbers = decode_bytes(programs.config, mesh, programs.dtype)
         return cls(*(number / accelerator.bandwidth for number in numbers))
 
-    def seconds(self, contexts: Int[np.ndarray, " R"], steps: int) -> float:
-        """Return the bound of some steps of rows that begin with contexts of these lengths."""
-        longer = len(contexts) * steps * (steps - 1) // 2  # each step adds a token to each row
-        return steps * self.step_s + (steps * int(contexts.sum()) + longer) * self.token_s
+    def seconds(
+        self, contexts: Int[np.ndarray, " R"], numbers: Int[np.ndarray, " R"], steps: int
+    ) -> float:
+        """Return the bound of some steps in which rows make these numbers of tokens.
+
+        The rows begin with contexts of these lengths, and each token makes its row longer.
+        """
+        read = numbers * contexts + numbers * (numbers - 1) // 2
+        return steps * self.step_s + int(read.sum()) * self.token_s
 
 
 class Stepper:
@@ -126,10 +134,16 @@ class Stepper:
 
     def begin(self, request: Request, slot: int) -> None:
         """Register a request whose slot's row holds its prompt but for the last token."""
-        request.num_due = self._num_left[slot] = request.response.limit
+        self._num_left[slot] = request.response.limit
         self._ignores_eos[slot] = request.sampling.ignore_eos
+        ids = () if request.sampling.ignore_eos else request.response.eos_ids
+        end = End(request.response.limit, ids)
+        request.num_due = end.limit
+        request.ends_on_device = end.is_whole and not request.sampling.stop
         last, position = request.prompt[-1], len(request.prompt) - 1
-        self._table.begin(slot, last, position, request.sampling, request.seed, request.adapter)
+        self._table.begin(
+            *(slot, last, position, request.sampling, request.seed, request.adapter, end)
+        )
 
     def start(
         self, params: Any, state: DecodeState, version: int, running: Mapping[int, Request]
@@ -137,20 +151,19 @@ class Stepper:
         """Start a step for every running request that is ready, or return None if there is none.
 
         The other requests are held: their slots do not change, and their later samples stay the
-        same. Several steps start in one dispatch if no request reaches its limit in them and none
-        is sequential. If a request ends earlier, its remaining steps are wasted. Donates `state`.
+        same. Several steps start in one dispatch if some request has as many left, and the device
+        knows all that ends a response by itself. So none takes a step past its end. What comes
+        meanwhile, such as a request or new weights, waits for the steps that have started. These
+        are at most `steps_per_dispatch`, and as many ahead. Donates `state`.
         """
         requests = {slot: request for slot, request in running.items() if request.is_ready}
         if not requests:
             return state, None
         adjustment = self._adjustment(requests)
-        number = min(request.num_due for request in requests.values())
-        is_single = adjustment is not None or any(r.is_sequential for r in running.values())
-        most = self._programs.steps_per_dispatch
-        number = 1 if is_single or number < most else most
-        if self._bound:
-            contexts = self._table.positions(list(requests)) + 1
-            self.counts["decode_bound_s"] += self._bound.seconds(contexts, number)
+        number = self._programs.steps_per_dispatch
+        if number > 1 and not self._can_run_on(number, requests, running, adjustment):
+            number = 1
+        contexts = self._table.positions(list(requests)) + 1 if self._bound else None
         state, sampled = self._programs.generate(
             params,
             state,
@@ -160,12 +173,26 @@ class Stepper:
             steps=number,
             has_filters=any(request.sampling.has_filters for request in requests.values()),
         )
+        number = len(sampled) if sampled.ndim > 2 else 1
         for request in requests.values():
-            request.num_due -= number
+            request.num_due -= min(number, request.num_due)
             request.is_unread = request.is_sequential
         self.counts["steps"] += number
         self.counts["adjusted_steps"] += adjustment is not None
-        return state, Steps(requests, sampled, version, number)
+        return state, Steps(requests, contexts, sampled, version, number)
+
+    def _can_run_on(
+        self,
+        number: int,
+        requests: Mapping[int, Request],
+        running: Mapping[int, Request],
+        adjustment: Adjustment | None,
+    ) -> bool:
+        """Return True if the requests can take some steps before the host reads their tokens."""
+        has_room = any(request.num_due >= number for request in requests.values())
+        are_bound = any(request.is_sequential for request in running.values())
+        know_ends = all(request.ends_on_device for request in requests.values())
+        return has_room and know_ends and not are_bound and adjustment is None
 
     def count_time(self, seconds: float) -> None:
         """Count the time of a turn that decoded."""
@@ -180,14 +207,23 @@ class Stepper:
         finished it.
         """
         if all(request.finished for request in steps.requests.values()):
-            self.counts["tokens_past_end"] += steps.number * len(steps.requests)
+            running_on = sum(request.runs_on for request in steps.requests.values())
+            self.counts["tokens_past_end"] += steps.number * running_on
             return
         packed = jax.device_get(steps.sampled)  # the only device transfer
-        for one in packed if steps.number > 1 else packed[None]:
-            requests = {slot: r for slot, r in steps.requests.items() if not r.finished}
-            self.counts["tokens_past_end"] += len(steps.requests) - len(requests)
+        packed = packed if steps.number > 1 else packed[None]
+        if self._bound and steps.contexts is not None:
+            numbers = (packed[:, 0, list(steps.requests)] != NO_TOKEN).sum(axis=0)
+            bound_s = self._bound.seconds(steps.contexts, numbers, steps.number)
+            self.counts["decode_bound_s"] += bound_s
+        for one in packed:
+            # Without those whose response has ended before this step.
+            sampled = {slot: r for slot, r in steps.requests.items() if one[0, slot] != NO_TOKEN}
+            requests = {slot: r for slot, r in sampled.items() if not r.finished}
+            self.counts["tokens_past_end"] += len(sampled) - len(requests)
             self.counts["tokens_generated"] += len(requests)
-            yield requests.values(), self._append(requests, one, steps.version)
+            if requests:
+                yield requests.values(), self._append(requests, one, steps.version)
 
     def _append(
         self, requests: Mapping[int, Request], packed: Int[np.ndarray, "F R"], version: int

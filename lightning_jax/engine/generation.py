@@ -93,7 +93,7 @@ class Generation:
         raise self._outcome
 
     def cancel(self) -> None:
-        """Stop the request within a step. May be called from any thread.
+        """Stop the request after the steps that have started. May be called from any thread.
 
         `result()` then returns the partial response.
         """

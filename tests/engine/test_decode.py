@@ -1,10 +1,12 @@
 """Tests that requests get the same tokens from single steps, several at once, and steps ahead."""
 
 import asyncio
+import copy
 import itertools
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -14,9 +16,11 @@ from engine_bench import GRAMMAR, SERVE, Bench, same
 
 from lightning_jax.engine.decode import ReadBound, Request, Stepper, Steps
 from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.device.table import SlotTable
 from lightning_jax.engine.logits import LogitAdjuster
 from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.types import Completion, SamplingParams
+from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.system.accelerators import ACCELERATORS, Accelerator
 
 AT_ONCE = 4
@@ -24,11 +28,32 @@ AT_ONCE = 4
 
 @pytest.fixture(scope="module")
 def fast(model) -> Iterator[EngineLoop]:
-    serve = replace(SERVE, steps_per_dispatch=AT_ONCE)
-    loop = EngineLoop(SlotPrograms(model.config, serve), model.params, 0, model.tokenizer, serve)
+    with running(model, AT_ONCE) as loop:
+        yield loop
+
+
+@contextmanager
+def running(
+    model: LoadedModel, steps_per_dispatch: int, eos_ids: Iterable[int] = ()
+) -> Iterator[EngineLoop]:
+    """Start a loop whose steps in one dispatch are compiled, and close it at the end.
+
+    With `eos_ids`, its responses end with these tokens, too.
+    """
+    serve = replace(SERVE, steps_per_dispatch=steps_per_dispatch)
+    programs, tokenizer = SlotPrograms(model.config, serve), copy.copy(model.tokenizer)
+    tokenizer.named_eos_ids |= frozenset(eos_ids)
+    if steps_per_dispatch > 1:
+        params, state = programs.put_on_mesh(model.params), programs.init_state()
+        table = SlotTable(SERVE.slots).next_steps(())
+        weights = programs._per_step(params)
+        programs._generate_steps.compile((1, SERVE.slots), weights, state, table)
+    loop = EngineLoop(programs, model.params, 0, tokenizer, serve)
     loop.start()
-    yield loop
-    loop.close()
+    try:
+        yield loop
+    finally:
+        loop.close()
 
 
 def counted(loop: EngineLoop, before: dict[str, float]) -> dict[str, float]:
@@ -40,9 +65,14 @@ def counted(loop: EngineLoop, before: dict[str, float]) -> dict[str, float]:
 def test_the_bound_is_the_time_to_read_weights_and_contexts_by_hand() -> None:
     bound = ReadBound(step_s=0.5, token_s=0.001)
     contexts = np.asarray([10, 20])
-    assert bound.seconds(contexts, 1) == pytest.approx(0.5 + 0.030)
+    assert bound.seconds(contexts, np.asarray([1, 1]), 1) == pytest.approx(0.5 + 0.030)
     # The second step has contexts of 11 and 21 tokens, the third of 12 and 22.
-    assert bound.seconds(contexts, 3) == pytest.approx(1.5 + 0.030 + 0.032 + 0.034)
+    threes = np.asarray([3, 3])
+    assert bound.seconds(contexts, threes, 3) == pytest.approx(1.5 + 0.030 + 0.032 + 0.034)
+    # The first row ends after one token, and both before the last step.
+    assert bound.seconds(contexts, np.asarray([1, 3]), 4) == pytest.approx(
+        2.0 + 0.030 + 0.021 + 0.022
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -105,24 +135,81 @@ async def test_all_kinds_of_requests_are_answered_as_one_step_at_a_time(bench: B
         same(one, batched)
 
 
-async def test_a_limit_is_never_passed_and_a_stop_wastes_what_was_started(bench: Bench, fast):
+async def test_limits_and_end_tokens_waste_nothing(bench: Bench, model, fast):
+    prompts = [bench.ids("ends " + "x" * n) for n in range(6)]
+    kinds = [SamplingParams(seed=n, max_tokens=5 * AT_ONCE + n, ignore_eos=True) for n in range(6)]
+    kinds[1] = replace(kinds[1], temperature=0.0)
+    kinds[2] = replace(kinds[2], top_p=0.8, top_k=30)
+
+    async def answers(loop: EngineLoop, *, ignore_eos: bool) -> list[Completion]:
+        settings = [replace(kind, ignore_eos=ignore_eos) for kind in kinds]
+        requests = zip(prompts, settings, strict=True)
+        return list(await asyncio.gather(*(loop.submit(*one).result() for one in requests)))
+
+    before = fast.stats()
+    full = await answers(fast, ignore_eos=True)
+    assert counted(fast, before)["tokens_past_end"] == 0
+    assert [len(one.token_ids) for one in full] == [kind.max_tokens for kind in kinds]
+    # Six requests in four slots end at different steps, and two begin between dispatches.
+    eos_ids = {full[0].token_ids[6], full[2].token_ids[9], full[4].token_ids[AT_ONCE - 1]}
+    with running(model, AT_ONCE, eos_ids) as several, running(model, 1, eos_ids) as single:
+        results = [await answers(loop, ignore_eos=False) for loop in (several, single)]
+        for ended, expected, whole in zip(*results, full, strict=True):
+            same(ended, expected)
+            assert ended.token_ids == whole.token_ids[: len(ended.token_ids)]
+            has_ended = len(ended.token_ids) < len(whole.token_ids)
+            assert ended.finish_reason == ("stop" if has_ended else "length")
+        assert sum(len(one.token_ids) < AT_ONCE * 3 for one in results[0]) >= 3
+        for loop in (several, single):
+            stats = loop.stats()
+            assert stats["serve/tokens_past_end"] == 0
+            number = sum(len(one.token_ids) for one in results[0])
+            assert stats["serve/tokens_generated"] == number
+
+
+async def test_steps_in_one_dispatch_are_those_that_somebody_needs(fast, bench: Bench):
     before = fast.stats()
     greedy = SamplingParams(temperature=0.0, max_tokens=2 * AT_ONCE + 3)
     full = await fast.submit(bench.ids("abc"), greedy).result()
-    length = len(full.token_ids)
-    assert length == 11 and full.finish_reason == "length"
+    assert len(full.token_ids) == 11 and full.finish_reason == "length"
     assert counted(fast, before) == {"steps": 11, "tokens_generated": 11, "tokens_past_end": 0}
-    before = fast.stats()
-    stopping = replace(greedy, stop=(full.text[4:6],))
-    stopped = await fast.submit(bench.ids("abc"), stopping).result()
-    same(stopped, await bench.loop.submit(bench.ids("abc"), stopping).result())
-    used = len(stopped.token_ids)
-    assert used <= AT_ONCE and stopped.finish_reason == "stop"
-    # The next steps started before the stop was read, so their tokens are discarded.
-    wanted = {"steps": 8, "tokens_generated": used, "tokens_past_end": 2 * AT_ONCE - used}
-    async with asyncio.timeout(10):
-        while counted(fast, before) != wanted:
-            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["plain", "stop", "many ends", "likeliest"])
+async def test_ends_that_only_the_host_knows_make_single_steps(
+    kind: str, bench: Bench, model, fast, monkeypatch: pytest.MonkeyPatch
+):
+    numbers: list[int] = []
+    start = Stepper.start
+
+    def starting(*args):
+        state, steps = start(*args)
+        numbers.extend([steps.number] if steps else [])
+        return state, steps
+
+    monkeypatch.setattr(Stepper, "start", starting)
+    number = 3 * AT_ONCE
+    sampling = SamplingParams(temperature=0.0, max_tokens=number)
+    full = await bench.loop.submit(bench.ids("abc"), sampling).result()
+    options = {"stop": {"stop": (full.text[4:6],)}, "likeliest": {"top_logprobs": 2}}
+    other, eos_ids = replace(sampling, **options.get(kind, {})), ()
+    if kind == "many ends":
+        eos_ids = range(4 + len(set(full.token_ids)))
+    with running(model, AT_ONCE, set(eos_ids) - set(full.token_ids)) as loop:
+        numbers.clear()
+        results = [loop.submit(bench.ids("abc"), one) for one in (sampling, other)]
+        first, second = [await one.result() for one in results]
+    same(first, full)
+    assert full.token_ids[: len(second.token_ids)] == second.token_ids
+    assert (second.finish_reason == "stop") == (kind == "stop")
+    assert loop.stats()["serve/tokens_past_end"] == (kind == "stop")
+    if kind == "plain":
+        assert set(numbers) == {AT_ONCE}
+    elif kind != "stop":
+        assert set(numbers) == {1}
+    else:  # the other one goes on alone
+        used = len(second.token_ids)
+        assert set(numbers[:used]) == {1} and AT_ONCE in numbers[used:]
 
 
 async def test_a_conversation_goes_on_from_what_is_cached(bench: Bench, fast):

@@ -12,6 +12,7 @@ from engine_bench import GRAMMAR, SERVE, Bench, same
 
 from lightning_jax.engine.device import slots
 from lightning_jax.engine.device.slots import SlotPrograms
+from lightning_jax.engine.device.table import SlotTable
 from lightning_jax.engine.loop import EngineLoop
 from lightning_jax.engine.sampling import Adjustment, Work, sample
 from lightning_jax.engine.types import SamplingParams
@@ -90,6 +91,10 @@ def accelerated(model) -> Iterator[EngineLoop]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots, "platform_of", lambda _: "gpu")
         programs = SlotPrograms(model.config, serve)
+        params, state = programs.put_on_mesh(model.params), programs.init_state()
+        arguments = (programs._per_step(params), state, SlotTable(SERVE.slots).next_steps(()))
+        for steps in (programs._generate_steps, programs._steps_filtered):
+            steps.compile((1, SERVE.slots), *arguments)
     loop = EngineLoop(programs, model.params, 0, model.tokenizer, serve)
     loop.start()
     yield loop

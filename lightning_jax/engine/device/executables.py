@@ -141,6 +141,10 @@ class Executables:
         """Number of sizes that are being compiled now."""
         return len(self._compiling)
 
+    def has(self, size: Size) -> bool:
+        """Return True if `run` would not wait for a compilation."""
+        return size in self._ready or bool(_at_least(size, self.ready))
+
     def run(self, size: Size, *arguments: Any) -> Any:
         """Run the smallest executable that is as large as `size` in each of its numbers.
 

@@ -3,6 +3,7 @@
 `slots.SlotPrograms` decides how each one is jitted and which arguments it donates.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from lightning_jax.engine.device.table import after_step, pack_sampled, read_rows
+from lightning_jax.engine.device.table import after_step, pack_sampled, read_rows, takes_part
 from lightning_jax.engine.sampling import Adjustment, Work, sample
 from lightning_jax.models.attention.kv_cache import KVCache, init_cache, join_caches
 from lightning_jax.models.shape import DecoderConfig
@@ -74,7 +75,7 @@ def _chosen(config: DecoderConfig, adapters: Int32[Array, " B"]) -> Int32[Array,
 def generate(
     params: Params,
     state: DecodeState,
-    table: Int32[Array, "S 12"],
+    table: Int32[Array, "S 17"],
     adjustment: Adjustment | None = None,
     *,
     config: DecoderConfig,
@@ -84,12 +85,14 @@ def generate(
 ) -> tuple[DecodeState, Int32[Array, "F R"]]:
     """Feed the next token of each active slot in the first `rows`, and sample one token after it.
 
-    Other slots do not change. What was sampled is packed, see `table`.
+    Other slots do not change, nor do those whose response has ended. What was sampled is packed,
+    see `table`.
     """
     slots = read_rows(table[:rows])
     fed = jnp.where(slots.is_first, slots.token, state.tokens[:rows])
+    is_active = takes_part(slots, fed)
     # An inactive slot writes past the end, which is dropped: other requests may copy its row.
-    positions = jnp.where(slots.is_active, slots.position, state.cache.length)
+    positions = jnp.where(is_active, slots.position, state.cache.length)
     parts = state.cache.split()
     hidden, written = forward(
         params,
@@ -105,17 +108,17 @@ def generate(
     keys = jax.vmap(jax.random.fold_in)(
         jax.random.wrap_key_data(slots.key, impl="threefry2x32"), slots.count
     )
-    temperature = jnp.where(slots.is_active, slots.temperature, 0.0)  # greedy is cheapest
+    temperature = jnp.where(is_active, slots.temperature, 0.0)  # greedy is cheapest
     filters = slots.top_p, slots.top_k, slots.min_p
     sampled = sample(logits, keys, temperature, *filters, adjustment, work)
-    last = jnp.where(slots.is_active, sampled.tokens, fed)
-    return DecodeState(cache, state.tokens.at[:rows].set(last)), pack_sampled(sampled)
+    last = jnp.where(is_active, sampled.tokens, fed)
+    return DecodeState(cache, state.tokens.at[:rows].set(last)), pack_sampled(sampled, is_active)
 
 
 def generate_steps(
-    params: Params,
+    weights: Sequence[Params],
     state: DecodeState,
-    table: Int32[Array, "S 12"],
+    table: Int32[Array, "S 17"],
     *,
     config: DecoderConfig,
     segments: int,
@@ -123,15 +126,19 @@ def generate_steps(
     steps: int,
     work: Work | None = None,
 ) -> tuple[DecodeState, Int32[Array, "N F R"]]:
-    """Run `steps` generate steps. The result has a leading axis for them."""
+    """Run `steps` generate steps. The result has a leading axis for them.
+
+    A slot whose response ends is left out from its next step on. `weights` are those of the model,
+    once for all steps or once for each. XLA for GPUs copies a layer out of its stack where the
+    stack comes into a loop or is read several times, and reads it in place where it is an argument
+    that one step reads. So stacked weights are passed once for each step, and there is no loop.
+    """
     step = partial(generate, config=config, segments=segments, rows=rows, work=work)
-
-    def decode_once(
-        carry: tuple[DecodeState, Int32[Array, "S 12"]], _: None
-    ) -> tuple[tuple[DecodeState, Int32[Array, "S 12"]], Int32[Array, "F R"]]:
-        state, table = carry
-        state, sampled = step(params, state, table)
-        return (state, after_step(table)), sampled
-
-    (state, _), sampled = jax.lax.scan(decode_once, (state, table), None, length=steps)
-    return state, sampled
+    results = []
+    for index in range(steps):
+        state, sampled = step(weights[index % len(weights)], state, table)
+        # Otherwise log-probabilities are computed after all steps, and all logits wait for them.
+        state, sampled = jax.lax.optimization_barrier((state, sampled))
+        table = after_step(table)
+        results.append(sampled)
+    return state, jnp.stack(results)

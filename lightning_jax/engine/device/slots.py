@@ -40,12 +40,13 @@ from lightning_jax.models.mesh import platform_of
 from lightning_jax.models.reshard import ServingCopy, prepare_copy, reshard, take_copy
 from lightning_jax.models.shape import DecoderConfig, DecoderShape
 from lightning_jax.models.sharding import cache_sharding, param_shardings, stacked_shardings
-from lightning_jax.models.transformer import can_stack
+from lightning_jax.models.transformer import can_stack, param_shapes
 from lightning_jax.settings import ConfigError
 
 Params = Any
 
 
+STEPS_BY_SIZE = ((10**9, 4), (3 * 10**9, 2))  # most weights, and decode steps of a dispatch
 PREFILL_TOKENS = 512  # per program; larger matrices are hardly faster on two CPU cores
 
 
@@ -84,12 +85,12 @@ class SlotPrograms:
         on_one_cpu = len(self._plain.device_set) == 1 and self._platform == "cpu"
         turned = dtype == "float32" and on_one_cpu
         self.config, self.mesh = config.with_execution(turned=turned), mesh
-        # The frozen weights beside adapters are those of the trainer, which has them one by one. In
-        # a loop of several steps XLA for GPUs copies each layer's weights out of a stack.
-        is_single = serve.steps_per_dispatch == 1 and config.execution.lora is None
-        self._stacks = self._platform == "gpu" and is_single and can_stack(config)
+        # The frozen weights beside adapters are those of the trainer, which has them one by one.
+        is_own = config.execution.lora is None
+        self._stacks = self._platform == "gpu" and is_own and can_stack(config)
         self.num_slots, self.max_len = serve.slots, serve.max_len
-        self.steps_per_dispatch = serve.steps_per_dispatch
+        default_steps = _default_steps(config, self._platform)
+        self.steps_per_dispatch = serve.steps_per_dispatch or default_steps
         buckets = serve.with_sizes().prefill_buckets
         lengths = {min(bucket, serve.max_len) for bucket in buckets}
         self.buckets = tuple(sorted(lengths))
@@ -281,12 +282,15 @@ class SlotPrograms:
         steps: int = 1,
         has_filters: bool = True,
     ) -> tuple[DecodeState, Any]:
-        """Sample one token for each of `slots`, which the table counts. Donates `state`.
+        """Sample a token for each of `slots`, which the table counts. Donates `state`.
 
-        Other rows do not change. Returns the state, and on its way to the host an int32 array that
-        `table.unpack_sampled` reads, [F, R], for rows up to the last of `slots` or more. `steps` is
-        1 or `steps_per_dispatch`. If it is above 1, the array has a leading axis for the steps.
-        Then `adjustment` must be None, and every row must have room for all steps.
+        Other rows do not change, nor do those whose response has ended, see `SlotTable`. Returns
+        the state, and on its way to the host an int32 array that `table.unpack_sampled` reads,
+        [F, R], for rows up to the last of `slots` or more.
+
+        `steps` is 1 or `steps_per_dispatch`. If it is above 1, `adjustment` must be None, and each
+        slot takes that many steps at once, or fewer to its end. The array then has a leading axis
+        for the steps. As long as their program is being compiled, there is one step and no axis.
 
         With an `adjustment`, every step runs all rows, and with a bias it also reads the whole
         cache. The arrays of an `adjustment` must not change before the step is done. Without
@@ -296,22 +300,32 @@ class SlotPrograms:
         longest = int(table.positions(slots).max()) + steps
         segments = 1 + bisect.bisect_left(self.capacities, min(longest, self.max_len))
         rows = next(n for n in self.slot_counts if n > max(slots))
-        arguments: tuple[Any, ...] = (params, state, table.next_steps(slots, steps))
-        if adjustment is None:
-            plain, filtered = self._generate, self._generate_filtered
-            if steps > 1:
-                plain, filtered = self._generate_steps, self._steps_filtered
-            program = filtered if has_filters else plain
-        elif adjustment.bias is None:
-            is_full, rows = has_filters or adjustment.has_likeliest, self.num_slots
-            program = self._generate_full if is_full else self._generate_adjusted
+        program = self._generate_filtered if has_filters else self._generate
+        weights: Any = params
+        if steps > 1:
+            chain = self._steps_filtered if has_filters else self._generate_steps
+            repeated = self._per_step(params)
+            if chain.has((segments, rows)):
+                program, weights = chain, repeated
+            else:
+                chain.request((segments, rows), repeated, state, table.next_steps(()))
+                steps = 1
+        arguments: tuple[Any, ...] = (weights, state, table.next_steps(slots, steps))
+        if adjustment is not None:
             arguments = (*arguments, adjustment)
-        else:
-            rows, segments, program = self.num_slots, len(self.capacities), self._generate_biased
-            arguments = (*arguments, adjustment)
+            rows = self.num_slots
+            if adjustment.bias is None:
+                is_full = has_filters or adjustment.has_likeliest
+                program = self._generate_full if is_full else self._generate_adjusted
+            else:
+                segments, program = len(self.capacities), self._generate_biased
         state, sampled = program.run((segments, rows), *arguments)
         sampled.copy_to_host_async()
         return state, sampled
+
+    def _per_step(self, params: Params) -> tuple[Params, ...]:
+        """Return the weights as `programs.generate_steps` takes them."""
+        return (params,) * (self.steps_per_dispatch if self._stacks else 1)
 
     def adjustment(self, has_bias: bool = False, has_likeliest: bool = False) -> Adjustment:
         """Return a new adjustment that changes no logits: mask bits all 1, bias (if any) all 0."""
@@ -361,20 +375,34 @@ class SlotPrograms:
                 prompts = self._prompts(bucket, count)
                 self._prefill.compile((bucket, count), params, state.cache, prompts)
         arguments = (params, state, SlotTable(self.num_slots).next_steps(()))
+        repeated = (self._per_step(params), *arguments[1:])
         most = len(self.capacities)
         for size in itertools.product(range(1, most + 1), self.slot_counts):
             self._generate.compile(size, *arguments)
             if self.steps_per_dispatch > 1:
-                self._generate_steps.compile(size, *arguments)
+                self._generate_steps.compile(size, *repeated)
         for segments in range(1, most + 1):
             size = (segments, self.num_slots)
             self._generate_filtered.compile(size, *arguments)
             if self.steps_per_dispatch > 1:
-                self._steps_filtered.compile(size, *arguments)
+                self._steps_filtered.compile(size, *repeated)
             for executables in (self._generate_adjusted, self._generate_full):
                 executables.compile(size, *arguments, self.adjustment())
         size = (most, self.num_slots)
         self._generate_biased.compile(size, *arguments, self.adjustment(has_bias=True))
+
+
+def _default_steps(config: DecoderConfig, platform: str) -> int:
+    """Return the decode steps of a dispatch: as many as hide the host's work on an accelerator.
+
+    The host needs about a millisecond for a dispatch, and more for the requests that it serves
+    meanwhile. A step of a model above 3B takes longer than that by itself, and so does any on a
+    CPU, whose steps also compete with the host for its cores.
+    """
+    if platform == "cpu":
+        return 1
+    num_weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
+    return next((steps for most, steps in STEPS_BY_SIZE if num_weights < most), 1)
 
 
 def _slot_counts(slots: int, fewest: int) -> tuple[int, ...]:

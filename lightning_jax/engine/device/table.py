@@ -4,9 +4,13 @@ Every array that goes between host and device is a copy of its own, and on an ac
 is the same for one number as for thousands. So the host keeps the settings of all slots in a table,
 which it sends with every step, and a step returns all it has sampled in one array. Floats are
 stored as their bits.
+
+The table also says when each response ends: after a number of tokens, or with one of a few. So the
+device knows by itself which slots to leave out of the next step. It takes no step past an end, also
+where the host has started several steps, or the next ones before it has read the last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -19,11 +23,13 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from lightning_jax.engine.sampling import Likeliest, Sampled
 from lightning_jax.engine.types import SamplingParams
 
-MAX_TOP_K = 2**31 - 1
+MAX_TOP_K = NO_LIMIT = 2**31 - 1
+MAX_END_IDS = 4  # of one slot; most models have one to three
+NO_TOKEN = -1  # of a slot that a step left out, and in place of an end token
 
 
 class Column(IntEnum):
-    """Columns of the table of slots, int32 [S, 12]."""
+    """Columns of the table of slots, int32 [S, 17]. The last MAX_END_IDS are end tokens."""
 
     POSITION = 0  # of the token that the next step feeds
     IS_ACTIVE = 1  # 1: takes part in this step
@@ -37,6 +43,27 @@ class Column(IntEnum):
     TOP_K = 9
     MIN_P = 10
     ADAPTER = 11
+    LEFT = 12  # response tokens until the limit
+    END_IDS = 13
+
+
+NUM_COLUMNS = Column.END_IDS + MAX_END_IDS
+
+
+@dataclass(frozen=True)
+class End:
+    """End of a response: `limit` tokens, or one of the `ids`, of which the device knows some."""
+
+    limit: int = NO_LIMIT
+    ids: Collection[int] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the device knows all ids."""
+        return len(self.ids) <= MAX_END_IDS
+
+
+ENDLESS = End()
 
 
 @dataclass(frozen=True)
@@ -54,13 +81,15 @@ class SlotRows:
     top_k: Int32[Array, " R"]
     min_p: Float32[Array, " R"]
     adapter: Int32[Array, " R"]
+    left: Int32[Array, " R"]
+    end_ids: Int32[Array, "R 4"]
 
 
 class SlotTable:
     """Next token and sampling settings of every slot, on the host."""
 
     def __init__(self, num_slots: int) -> None:
-        self._table = np.zeros((num_slots, len(Column)), np.int32)
+        self._table = np.zeros((num_slots, NUM_COLUMNS), np.int32)
 
     def begin(
         self,
@@ -70,10 +99,12 @@ class SlotTable:
         sampling: SamplingParams,
         seed: int,
         adapter: int | None = None,
+        end: End = ENDLESS,
     ) -> None:
         """Put a request into a slot whose row holds the tokens before `position`.
 
-        Response token k is sampled with the seed's key folded with k.
+        Response token k is sampled with the seed's key folded with k. Steps leave the slot out
+        after the response's `end`.
         """
         row = self._table[slot]
         row[:] = 0
@@ -85,17 +116,26 @@ class SlotTable:
         row[list(columns)] = np.array(floats, np.float32).view(np.int32)
         row[Column.TOP_K] = min(sampling.top_k, MAX_TOP_K)
         row[Column.ADAPTER] = adapter or 0
+        row[Column.LEFT], row[Column.END_IDS :] = end.limit, NO_TOKEN
+        ids = sorted(end.ids)[:MAX_END_IDS]
+        row[Column.END_IDS : Column.END_IDS + len(ids)] = ids
 
     def positions(self, slots: Sequence[int]) -> Int32[np.ndarray, " N"]:
         """Return the positions of these slots' next tokens, the number that their rows hold."""
         return self._table[np.asarray(slots, np.intp), Column.POSITION]
 
-    def next_steps(self, slots: Sequence[int], number: int = 1) -> Int32[np.ndarray, "S 12"]:
-        """Return the table for the next steps of these slots alone, and count the steps as done."""
+    def next_steps(self, slots: Sequence[int], number: int = 1) -> Int32[np.ndarray, "S 17"]:
+        """Return the table for the next steps of these slots alone, and count the steps as done.
+
+        A slot takes as many of them as its limit leaves. One that the device finds ended takes
+        fewer, but nobody asks for its numbers any more.
+        """
         table, chosen = self._table.copy(), np.asarray(slots, np.intp)
         table[chosen, Column.IS_ACTIVE] = 1
+        numbers = np.minimum(number, self._table[chosen, Column.LEFT])
         for column in (Column.POSITION, Column.COUNT):
-            self._table[chosen, column] += number
+            self._table[chosen, column] += numbers
+        self._table[chosen, Column.LEFT] -= numbers
         self._table[chosen, Column.IS_FIRST] = 0
         return table
 
@@ -104,7 +144,7 @@ class SlotTable:
         return self._table[:, Column.COUNT].copy()
 
 
-def read_rows(table: Int32[Array, "R 12"]) -> SlotRows:
+def read_rows(table: Int32[Array, "R 17"]) -> SlotRows:
     """Return the columns of the table in their own types."""
 
     def floats(column: Column) -> Float32[Array, " R"]:
@@ -122,18 +162,34 @@ def read_rows(table: Int32[Array, "R 12"]) -> SlotRows:
         top_k=table[:, Column.TOP_K],
         min_p=floats(Column.MIN_P),
         adapter=table[:, Column.ADAPTER],
+        left=table[:, Column.LEFT],
+        end_ids=table[:, Column.END_IDS :],
     )
 
 
-def after_step(table: Int32[Array, "R 12"]) -> Int32[Array, "R 12"]:
+def takes_part(rows: SlotRows, fed: Int32[Array, " R"]) -> Bool[Array, " R"]:
+    """Return True for slots that are active and whose response has not ended with the token `fed`.
+
+    The first token that a slot feeds is the prompt's last one, which ends nothing.
+    """
+    is_end = jnp.any(fed[:, None] == rows.end_ids, axis=1) & ~rows.is_first
+    return rows.is_active & (rows.left > 0) & ~is_end
+
+
+def after_step(table: Int32[Array, "R 17"]) -> Int32[Array, "R 17"]:
     """Return the table of the next step of the same slots, as `SlotTable.next_steps` counts it."""
     active = table[:, Column.IS_ACTIVE]
-    table = table.at[:, Column.POSITION].add(active).at[:, Column.COUNT].add(active)
+    number = jnp.minimum(active, table[:, Column.LEFT])
+    table = table.at[:, Column.POSITION].add(number).at[:, Column.COUNT].add(number)
+    table = table.at[:, Column.LEFT].add(-number)
     return table.at[:, Column.IS_FIRST].set(table[:, Column.IS_FIRST] * (1 - active))
 
 
-def pack_sampled(sampled: Sampled) -> Int32[Array, "F R"]:
-    """Return all that a step has sampled as rows of one array, which `unpack_sampled` reads."""
+def pack_sampled(sampled: Sampled, is_active: Bool[Array, " R"]) -> Int32[Array, "F R"]:
+    """Return all that a step has sampled as rows of one array, which `unpack_sampled` reads.
+
+    The token of a slot that is not active is NO_TOKEN, so the tokens say how many a slot made.
+    """
 
     def bits(values: Any) -> Int32[Array, "..."]:
         return jax.lax.bitcast_convert_type(values, jnp.int32)
@@ -143,7 +199,8 @@ def pack_sampled(sampled: Sampled) -> Int32[Array, "F R"]:
         sampled.sampling_logprobs,
         sampled.tempered_logprobs,
     )
-    rows = [sampled.tokens[None], *(bits(values)[None] for values in logprobs)]
+    tokens = jnp.where(is_active, sampled.tokens, NO_TOKEN)
+    rows = [tokens[None], *(bits(values)[None] for values in logprobs)]
     if sampled.likeliest is not None:
         rows += [sampled.likeliest.ids.T, bits(sampled.likeliest.logprobs).T]
     return jnp.concatenate(rows)

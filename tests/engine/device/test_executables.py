@@ -154,6 +154,16 @@ def test_a_call_waits_for_the_thread_that_compiles_its_size(steps: Steps) -> Non
     assert steps.run(1, 1) == 101 and steps.executables.waited_s == waited_s
 
 
+def test_only_programs_that_are_ready_and_large_enough_count_as_there(steps: Steps) -> None:
+    executables, x = steps.executables, jnp.ones(2)
+    executables.request((2, 8), x)
+    assert not executables.has((1, 1))
+    steps.wait_for(2, 8)
+    assert [executables.has(size) for size in ((2, 8), (1, 4), (3, 1), (1, 9))] == [
+        *(True, True, False, False)
+    ]
+
+
 def test_a_call_waits_for_a_larger_program_that_was_requested(steps: Steps) -> None:
     for size in ((4, 4), (2, 2)):
         steps.executables.request(size, np.float32(0))

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from engine_bench import Slots, full_logprobs, full_pass
 from jax.experimental.compilation_cache import compilation_cache
+from window.shapes import shape_of
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device import programs
@@ -192,6 +194,26 @@ def test_rows_of_an_accelerator_lie_in_one_piece_and_serve_the_same(
     response = tokens[:, 0].tolist()
     expected = full_logprobs(model, ids + response)[299:-1]
     np.testing.assert_allclose(logprobs[:, 0], expected[np.arange(4), response], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("platform", "name", "steps"),
+    [
+        *(("gpu", "135m", 4), ("gpu", "0.5b", 4), ("tpu", "0.5b", 4)),
+        *(("gpu", "1.5b", 2), ("tpu", "1.5b", 2), ("gpu", "8b", 1)),
+        *(("cpu", "tiny", 1), ("cpu", "1.5b", 1)),
+    ],
+)
+def test_small_models_take_several_steps_per_dispatch_on_an_accelerator(
+    platform: str, name: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots_module, "platform_of", lambda _: platform)
+    serve = ServeConfig(slots=4, max_len=96)
+    config = shape_of(name)
+    assert SlotPrograms(config, serve).steps_per_dispatch == steps
+    for number in (1, 3):
+        programs = SlotPrograms(config, replace(serve, steps_per_dispatch=number))
+        assert programs.steps_per_dispatch == number
 
 
 def test_stepping_fewer_slots_changes_nothing(model, engine):
