@@ -1,17 +1,19 @@
 """Measure the CPU time of the engine's thread per decode step, for models with few and many layers.
 
-    python benchmarks/host_cost.py [--layers 2 30] [--slots 64] [--tokens 100] [--rounds 3]
+    python benchmarks/host_cost.py [--layout gpu] [--layers 2 30] [--slots 64] [--tokens 100]
 
-The decode program is replaced by one that takes and returns the same arrays and computes nothing.
-So what is left is the host's work: dispatch, reads, and the Python of the engine. The shapes take
-turns, and each row is the median over all rounds. An accelerator's decode step cannot be faster
-than this work. The last line is the ratio of most to fewest layers, which should be at most 1.2.
+The programs are replaced by ones that take and return the same arrays and compute nothing. So what
+is left is the host's work: dispatch, reads, and the Python of the engine. An accelerator's decode
+step cannot be faster than this work. Weights and cache are laid out as for a GPU, or with `--layout
+cpu` as for a CPU, which has an array for each weight. The shapes take turns, and each row is the
+median over all rounds. The last line is the ratio of most to fewest layers, which should be at most
+1.2.
 """
 
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,18 +34,30 @@ def empty_generate(params: Any, state: Any, table: Any, *_: Any, **settings: Any
     return state, jnp.concatenate([tokens, jax.lax.bitcast_convert_type(logprobs, jnp.int32)])
 
 
+def empty_prefill(params: Any, cache: Any, prompts: Any, **_: Any) -> Any:
+    """Return the cache as it is, like `programs.prefill` without tokens."""
+    import jax
+
+    return jax.lax.optimization_barrier((params, cache, prompts))[1]
+
+
 @contextmanager
-def running(layers: int, slots: int, tokens: int) -> Iterator[Bench]:
-    """Start an engine of a tiny model whose decode steps compute nothing."""
+def running(layers: int, slots: int, tokens: int, layout: str = "gpu") -> Iterator[Bench]:
+    """Start an engine of a tiny model whose programs compute nothing."""
     from lightning_jax.engine.config import ServeConfig
     from lightning_jax.engine.device import programs
+    from lightning_jax.engine.device import slots as slot_programs
     from lightning_jax.engine.engine import Engine
     from lightning_jax.testing.tiny import tiny_model
 
     model = tiny_model(num_layers=layers)
     max_len = -(-(tokens + 64) // 64) * 64
     serve = ServeConfig(slots=slots, max_len=max_len, prefill_buckets=(32,), prefix_cache_mib=0.0)
-    with mock.patch.object(programs, "generate", empty_generate):
+    with (
+        mock.patch.object(programs, "generate", empty_generate),
+        mock.patch.object(programs, "prefill", empty_prefill),
+        mock.patch.object(slot_programs, "platform_of", lambda _: layout),
+    ):
         engine_programs = make_programs(model, serve)
     clock = Clock()
     clock.wrap_methods(engine_programs, ("generate", "prefill"))
@@ -56,12 +70,12 @@ def running(layers: int, slots: int, tokens: int) -> Iterator[Bench]:
         engine.close()
 
 
-def measure(layers: Sequence[int], slots: int, tokens: int, rounds: int) -> dict[int, list[Step]]:
+def measure(args: argparse.Namespace) -> dict[int, list[Step]]:
     """Return the decode steps without an admission, by number of layers."""
     steps: defaultdict[int, list[Step]] = defaultdict(list)
-    for _ in range(rounds):
-        for number in layers:
-            with running(number, slots, tokens) as bench:
+    for _ in range(args.rounds):
+        for number in args.layers:
+            with running(number, args.slots, args.tokens, args.layout) as bench:
                 bench.warm_up()
                 bench.decode(seed=1)
                 steps[number] += plain_steps(bench.clock.calls)
@@ -70,13 +84,14 @@ def measure(layers: Sequence[int], slots: int, tokens: int, rounds: int) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--layout", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 30])
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))  # the package may not be installed
-    steps = measure(args.layers, args.slots, args.tokens, args.rounds)
+    steps = measure(args)
     print("| layers | steps | CPU ms of the engine's thread | wall ms in `generate` | in reads |")
     print("|---|---|---|---|---|")
     for number, of_number in steps.items():

@@ -175,9 +175,9 @@ class Response:
         return len(self._records) // _RECORD.size
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> list[int]:
         """Tokens sampled so far."""
-        return self._columns()[0]
+        return self._ids(0)
 
     @property
     def last_id(self) -> int:
@@ -220,7 +220,8 @@ class Response:
         self._read(self._reason)
         ids, behavior, drawn, _, versions, forced = self._columns(self._num_given)
         text, top = self._text[self._num_chars_given :], self.top_logprobs[self._num_given :]
-        self._num_given, self._num_chars_given = len(self), len(self._text)
+        self._num_given += len(ids)
+        self._num_chars_given = len(self._text)
         top = tuple(top) or ((),) * len(ids)
         return Chunk(text, ids, behavior, drawn, versions, tuple(map(bool, forced)), top)
 
@@ -244,6 +245,10 @@ class Response:
             num_cached=self.num_cached,
         )
 
+    def _ids(self, first: int) -> list[int]:
+        places = range(first * _RECORD.size, len(self._records), _RECORD.size)
+        return [_RECORD.unpack_from(self._records, place)[0] for place in places]
+
     def _columns(self, first: int = 0) -> tuple[tuple, ...]:
         """Return the fields of the records, each for all tokens from the first on."""
         records = _RECORD.iter_unpack(self._records[first * _RECORD.size :])
@@ -257,7 +262,7 @@ class Response:
         is_last = reason in ("stop", "length")
         if self._has_all_text or (self._num_read == len(self) and not is_last):
             return
-        ids = self._columns(self._num_read)[0]
+        ids = self._ids(self._num_read)
         self._num_read += len(ids)
         if is_last and ids and self._ends_turn():
             ids = ids[:-1]  # its text is not shown, even if it is no special token

@@ -300,7 +300,9 @@ class StreamDecoder:
 
         Tokens that join their neighbours are decoded together, which is much faster.
         """
-        visible = (token_id for token_id in token_ids if token_id not in self._hidden_ids)
+        visible = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
+        if len(visible) == 1:
+            return self._add(visible)
         texts: list[str] = []
         for joins, run in itertools.groupby(visible, self._tokenizer.pieces.joins):
             ids = list(run)
@@ -314,7 +316,9 @@ class StreamDecoder:
         # Later bytes can turn up to three trailing replacement marks into one character.
         stable = text[: len(text) - min(3, len(text) - len(text.rstrip(_REPLACEMENT)))]
         if len(stable) == len(text):
-            self._context, self._fresh = self._fresh, []
+            # Bytes after a whole character need no context.
+            needs_none = text and self._tokenizer.pieces.joins_bytes
+            self._context, self._fresh = [] if needs_none else self._fresh, []
             start, self._given = self._given, 0
             return text[start:]
         piece = stable[self._given :]
@@ -328,6 +332,8 @@ class StreamDecoder:
         return piece
 
     def _fresh_text(self) -> str:
+        if not self._context:
+            return self._decode(self._fresh)
         before = self._decode(self._context)
         whole = self._decode(self._context + self._fresh)
         # A byte-fallback vocabulary decodes a run of bytes as a whole, so the earlier text may

@@ -28,7 +28,7 @@ class Pieces:
         } and bool(kinds)
         self._by_char = _bytes_by_char() if "ByteLevel" in kinds else {}
         self._falls_back = "ByteFallback" in kinds
-        self._joins_bytes, self._joins_words = kinds == {"ByteLevel"}, _joins_words(self._steps)
+        self.joins_bytes, self._joins_words = kinds == {"ByteLevel"}, _joins_words(self._steps)
         self.joins = functools.lru_cache(maxsize=_NUM_CACHED)(self._joins)
         self.of = functools.lru_cache(maxsize=_NUM_CACHED)(self._of)
         self.at_start = functools.lru_cache(maxsize=_NUM_CACHED)(self._at_start)
@@ -41,7 +41,7 @@ class Pieces:
         """
         token = self._backend.id_to_token(token_id)
         is_word = bool(self.of(token_id)) and not _BYTE_TOKEN.fullmatch(token or "")
-        return self._joins_bytes or (self._joins_words and is_word)
+        return self.joins_bytes or (self._joins_words and is_word)
 
     def _of(self, token_id: int) -> bytes:
         """Return the bytes that the token adds to a text. An unknown id adds none."""
