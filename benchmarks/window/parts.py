@@ -108,10 +108,11 @@ def commands(
     parts: list[Path], carried: list[str], folder: str, follow: list[str]
 ) -> Iterator[str]:
     """Yield the lines that say what to carry with each command, and the command."""
-    for number, part in enumerate(parts):
-        names = [f"{folder}/{part.name}", *(carried if number == 0 else ())]
-        command = f"ls -l {folder}" if number < len(parts) - 1 else follow[0]
-        yield f"{number + 1}. carry {' '.join(names)}"
+    loads = [[f"{folder}/{part.name}"] for part in parts] or [[]]
+    loads[0] += carried
+    for number, names in enumerate(loads, 1):
+        command = f"ls -l {folder}" if number < len(loads) else follow[0]
+        yield f"{number}. carry {' '.join(names)}"
         yield f"   run   {command}"
-    for number, command in enumerate(follow[1:], len(parts) + 1):
+    for number, command in enumerate(follow[1:], len(loads) + 1):
         yield f"{number}. run   {command}"

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pack_window
 import pytest
-from accelerator import Outcome, Report, parse, run_case
+from accelerator import Outcome, Report, cases_of, parse, run_case
 from window import learn, parts
 from window.cases import Case, Figure
 
@@ -99,6 +99,24 @@ def test_plans_name_every_case() -> None:
         assert len(ended.stdout.splitlines()) >= 3
 
 
+# What a first window must measure, in three commands of 9.5 minutes.
+NEEDED = {
+    "decode": {"ceilings", "generate_135m_64", "generate_1.5b_64", "generate_8b_64"}
+    | {"branched_135m_64", "separate_135m_64", "attention", "host_arrays", "pages_135m"},
+    "engine": {"engine_135m_64", "grpo_steps", "arrivals_135m_64", "steps_per_dispatch"}
+    | {"engine_1_5b_64", "responses", "switch_interval"},
+    "update": {"update_1_5b_rows4", "kernels_1_5b", "attention", "differences", "remat_1_5b"},
+}
+
+
+@pytest.mark.parametrize("part", NEEDED)
+def test_first_window_measures_each_step_in_time(part: str) -> None:
+    cases = cases_of(part, parse(["--part", part]))
+    last = max(i for i, case in enumerate(cases) if case.name in NEEDED[part])
+    assert NEEDED[part] <= {case.name for case in cases}
+    assert sum(case.minutes for case in cases[: last + 1]) <= 9.3
+
+
 def test_parts_are_joined_and_checked(tmp_path: Path) -> None:
     model, folder = tmp_path / "model", tmp_path / "parts"
     model.write_bytes(bytes(range(256)) * 10)
@@ -116,6 +134,16 @@ def test_parts_are_joined_and_checked(tmp_path: Path) -> None:
     assert (folder / parts.MODEL).read_bytes() == model.read_bytes()
     made[0].unlink()  # later commands do not carry them
     assert parts.join_parts(folder) == []
+
+
+def test_wheels_travel_with_the_first_command() -> None:
+    lines = list(parts.commands([], ["window/wheels"], "window", ["first", "second"]))
+    assert lines == ["1. carry window/wheels", "   run   first", "2. run   second"]
+    lines = list(parts.commands([Path("a"), Path("b")], ["data"], "w", ["first", "second"]))
+    assert lines == [
+        *("1. carry w/a data", "   run   ls -l w", "2. carry w/b", "   run   first"),
+        "3. run   second",
+    ]
 
 
 def test_a_repeated_embedding_is_left_out(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ ONLY_ON_A_GPU = {
     "no peak rate for this device",
     "this device does not count memory",
     "the trace has no stream of a GPU",
-    "ModuleNotFoundError: No module named 'tokamax'",
+    "tokamax is not installed",
+    "skipped: needs a GPU",
 }
 
 

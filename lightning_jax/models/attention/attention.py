@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from lightning_jax.models.attention import blockwise, flash, flash_gpu, flash_tpu
+from lightning_jax.models.attention import blockwise, flash, flash_gpu, flash_tokamax, flash_tpu
 from lightning_jax.models.attention.blockwise import ENDLESS, MASKED
 from lightning_jax.models.mesh import partition
 from lightning_jax.models.shape import RopeScaling
@@ -82,49 +82,59 @@ def attend_tree(
     Without `ends` attention is causal.
     """
     length = queries.shape[1]
-    index = jnp.broadcast_to(jnp.arange(length), queries.shape[:2])
     ends = jnp.full(queries.shape[:2], ENDLESS) if ends is None else ends
     if length**2 > _SMALL:
-        return attend_blocks(queries, keys, values, index, ends)
+        return attend_blocks(queries, keys, values, ends)
+    index = _index(queries)
     key = jnp.arange(length)[None, None, :]
     seen = (key <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
     return attend_masked(queries, keys, values, seen)
 
 
+def _index(queries: Float[Array, "B T H D"]) -> Int[Array, "B T"]:
+    return jnp.broadcast_to(jnp.arange(queries.shape[1]), queries.shape[:2])
+
+
 @jax.custom_vjp
 def attend_blocks(
     queries: Float[Array, "B T H D"],
-    keys: Float[Array, "B C K D"],
-    values: Float[Array, "B C K D"],
-    index: Int[Array, "B T"],
-    ends: Int[Array, "B C"],
+    keys: Float[Array, "B T K D"],
+    values: Float[Array, "B T K D"],
+    ends: Int[Array, "B T"],
 ) -> Float[Array, "B T H D"]:
-    """Return attention of query i to the keys `j <= index[i] < ends[j]`.
+    """Return attention of query i to the keys `j <= i < ends[j]`, by blocks.
 
-    Each query must see at least one key. A TPU and a CUDA GPU use their own kernels (flash.py).
-    Other platforms run a loop over blocks (blockwise.py).
+    Each query must see at least one key. A TPU uses kernels of its own (flash.py). So does a CUDA
+    GPU for which tokamax is not installed or has none (flash_tokamax.py). Other platforms run a
+    loop over blocks (blockwise.py).
     """
-    return _attend_forward(queries, keys, values, index, ends)[0]
+    return _attend_forward(queries, keys, values, ends)[0]
 
 
 def _attend_forward(*inputs: Array) -> tuple[Array, tuple[Array, ...]]:
-    kernels = blockwise.forward, flash_tpu.forward, flash_gpu.forward
-    out, log_sums = map(checkpoint_name, _by_platform(*kernels, *inputs), RESULTS)
+    kernels = blockwise.forward, flash_tpu.forward, _for_gpu(inputs[0]).forward
+    results = _by_platform(*kernels, *inputs)
+    out, log_sums = map(checkpoint_name, results, RESULTS)
     return out, (*inputs, out, log_sums)
 
 
-def _attend_backward(
-    saved: tuple[Array, ...], out_grad: Array
-) -> tuple[Array, Array, Array, None, None]:
-    kernels = blockwise.backward, flash_tpu.backward, flash_gpu.backward
+def _attend_backward(saved: tuple[Array, ...], out_grad: Array) -> tuple[Array, Array, Array, None]:
+    kernels = blockwise.backward, flash_tpu.backward, _for_gpu(saved[0]).backward
     queries, keys, values = _by_platform(*kernels, *saved, out_grad)
-    return queries, keys, values, None, None
+    return queries, keys, values, None
 
 
 attend_blocks.defvjp(_attend_forward, _attend_backward)
 
 
+def _for_gpu(queries: Any) -> Any:
+    """Return the module with the kernels of a CUDA GPU."""
+    return flash_tokamax if flash_tokamax.is_supported(queries) else flash_gpu
+
+
 def _by_platform(loop: Callable[..., Any], tpu: Any, gpu: Any, *arrays: Any) -> Any:
+    queries, keys, values, *rest = arrays
+    arrays = (queries, keys, values, _index(queries), *rest)
     return jax.lax.platform_dependent(
         *arrays,
         cpu=functools.partial(loop, size=_CPU_BLOCK),

@@ -8,11 +8,11 @@ queries see part of which blocks of keys, without looking at single pairs. The r
 arXiv 2205.14135. The gradient in two passes, over blocks of queries and over blocks of keys, is
 from arXiv 2307.08691. No two programs add to the same output.
 
-No existing kernel takes such a mask. jax.nn.dot_product_attention, with cuDNN too, takes lengths
-and windows, and any other mask only as a T x T array. JAX's splash attention skips blocks only if
-the mask is known at compile time or is a T x T array. Its segments cannot express two branches
-that see their trunk but not each other. Tokamax's masks have an end for each key. Its TPU kernel
-rejects such a mask, and its Triton kernel expands it to a T x T array.
+No existing kernel skips blocks by such a mask. jax.nn.dot_product_attention, with cuDNN too, takes
+lengths and windows, and any other mask only as a T x T array. JAX's splash attention skips blocks
+only if the mask is known at compile time or is a T x T array. Its segments cannot express two
+branches that see their trunk but not each other. Tokamax's masks have an end for each key. Its TPU
+kernel rejects such a mask, and its GPU kernels expand it to a T x T array (flash_tokamax.py).
 """
 
 import functools

@@ -6,6 +6,12 @@ A row reads blocks of keys and values only up to its own last token, even if oth
 longer. This is the goal of arXiv 2309.06180, reached here with contiguous rows (kv_cache.py). The
 recurrence over blocks is in flash.py. The kernels take any number of new tokens of any rows, so
 they serve both decode and prefill.
+
+Libraries have kernels for decode alone. On a GPU, tokamax with an end for each row reads this
+cache in place when all slots decode (compiled for an H100, not run). It would need a copy of the
+rows that prefill chooses. cuDNN needs another layout. `benchmarks/accelerator.py --part decode`
+measures both beside the kernel here, and the fastest should stay. On a TPU the ragged paged
+attention of a library should replace the kernel here as soon as one can be tried on a TPU.
 """
 
 import functools

@@ -52,10 +52,13 @@ def lower_step(
     sums = {name: _scalar(jnp.float32, whole) for name in names}
     grads = (params, None)
     present = () if policies is None else (np.ones(policies.number, bool),)
-    return (
-        functions.grads_fn.lower(params, grads, sums, bundle, count, reference, None, state.base),
-        functions.apply_fn.lower(replace(state, base=None), grads, *present),
-    )
+    with jax.default_device(updater.mesh.devices.flat[0]):  # for which attention.py picks kernels
+        return (
+            functions.grads_fn.lower(
+                params, grads, sums, bundle, count, reference, None, state.base
+            ),
+            functions.apply_fn.lower(replace(state, base=None), grads, *present),
+        )
 
 
 def _abstract_state(updater: Updater, dtype: str) -> TrainState:

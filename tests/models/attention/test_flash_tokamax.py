@@ -1,0 +1,177 @@
+"""Tests of tokamax's kernels: the choice of them, their mask, and what XLA makes of them.
+
+Tests that run or compile them are skipped without the extra `tokamax`.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_programs import count_program
+from jax.sharding import NamedSharding
+
+from lightning_jax.models.attention import attention, flash_gpu, flash_tokamax
+from lightning_jax.models.config import MeshConfig
+from lightning_jax.models.mesh import batch_sharding, make_mesh
+
+needs_tokamax = pytest.mark.skipif(
+    importlib.util.find_spec("tokamax") is None, reason="the extra tokamax is not installed"
+)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its imports
+
+
+def random_ends(length: int, seed: int, depth: float) -> np.ndarray:
+    """Return the ends of a row of random trees; see test_flash.py."""
+    random = np.random.default_rng(seed)
+    ends, path = np.full(length, length), []
+    for node in range(length):
+        while path and random.random() > depth:
+            ends[path.pop()] = node
+        path.append(node)
+    return ends
+
+
+LENGTH = 260  # not a multiple of the kernels' blocks
+ENDS = np.stack([random_ends(LENGTH, row, depth) for row, depth in enumerate((0.4, 0.9, 1.0))])
+
+
+def test_roots_are_the_first_keys_that_queries_see() -> None:
+    index = np.arange(LENGTH)
+    seen = (index <= index[:, None]) & (index[:, None] < ENDS[:, None])
+    np.testing.assert_array_equal(flash_tokamax._roots(jnp.asarray(ENDS)), seen.argmax(axis=2))
+    # A tree of 2 nodes, one of 4 with two branches, and a node that sees only itself.
+    by_hand = flash_tokamax._roots(jnp.array([[2, 2, 6, 4, 6, 6, 7]]))
+    assert by_hand.tolist() == [[0, 0, 2, 2, 2, 2, 6]]
+
+
+HOPPER = {"platform": "gpu", "compute_capability": "9.0"}
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "dtype", "expected"),
+    [
+        (HOPPER, (1, 512, 4, 64), "bfloat16", flash_tokamax),
+        (HOPPER | {"compute_capability": "10.3"}, (1, 512, 4, 64), "bfloat16", flash_tokamax),
+        (HOPPER | {"compute_capability": "8.0"}, (1, 512, 4, 64), "bfloat16", flash_gpu),
+        (HOPPER | {"compute_capability": "12.0"}, (1, 512, 4, 64), "bfloat16", flash_gpu),
+        (HOPPER, (1, 512, 4, 64), "float32", flash_gpu),
+        (HOPPER, (1, 512, 4, 256), "bfloat16", flash_gpu),
+        (HOPPER, (1, 16384, 4, 64), "bfloat16", flash_gpu),
+        ({"platform": "tpu"}, (1, 512, 4, 64), "bfloat16", flash_gpu),
+    ],
+)
+def test_kernels_fit_the_device_and_the_arrays(
+    device: dict[str, str], shape: Any, dtype: str, expected: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(flash_tokamax, "get_default_device", lambda: SimpleNamespace(**device))
+    monkeypatch.setattr(flash_tokamax, "is_installed", lambda: True)
+    queries = jax.ShapeDtypeStruct(shape, dtype)
+    assert attention._for_gpu(queries) is expected
+    monkeypatch.setattr(flash_tokamax, "is_installed", lambda: False)
+    assert attention._for_gpu(queries) is flash_gpu
+
+
+def test_library_of_another_version_leaves_the_other_kernels(monkeypatch: Any, caplog: Any) -> None:
+    def broken(name: str) -> Any:
+        raise AttributeError("module 'hijax' has no attribute 'HiPrimitive'")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib, "import_module", broken)
+    is_installed = flash_tokamax.is_installed.__wrapped__  # without its cache
+    assert not is_installed()
+    assert len(caplog.records) == 1
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not is_installed() and len(caplog.records) == 1
+
+
+@functools.cache
+def inputs(dtype: str, heads: int = 4, kv_heads: int = 2, size: int = 16) -> list[Any]:
+    """Return (queries, keys, values, gradient of the output)."""
+    random = np.random.default_rng(0)
+    return [
+        jnp.asarray(random.normal(size=(len(ENDS), LENGTH, count, size)), dtype)
+        for count in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+@jax.jit
+def with_tokamax(queries: Any, keys: Any, values: Any, grad: Any) -> tuple[Any, ...]:
+    arrays = queries, keys, values, None, jnp.asarray(ENDS)
+    out, log_sums = flash_tokamax.forward(*arrays, interpret=True)
+    return out, *flash_tokamax.backward(*arrays, out, log_sums, grad, interpret=True)
+
+
+@jax.jit
+def with_all_scores(queries: Any, keys: Any, values: Any, grad: Any) -> tuple[Any, ...]:
+    index = np.arange(LENGTH)
+    seen = jnp.asarray((index <= index[:, None]) & (index[:, None] < ENDS[:, None]))
+    attend = functools.partial(attention.attend_masked, seen=seen)
+    out, backward = jax.vjp(attend, queries, keys, values)
+    return out, *backward(grad)
+
+
+@needs_tokamax
+def test_output_and_gradients_agree_with_all_scores_at_once() -> None:
+    ours, theirs = with_tokamax(*inputs("float32")), with_all_scores(*inputs("float32"))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
+@needs_tokamax
+def test_bfloat16_agrees_with_all_scores_at_once() -> None:
+    ours, theirs = with_tokamax(*inputs("bfloat16")), with_all_scores(*inputs("float32"))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == jnp.bfloat16
+        scale = np.abs(b).max()
+        np.testing.assert_allclose(np.float32(a) / scale, b / scale, atol=0.02)
+
+
+@pytest.fixture
+def absent(h100: Sequence[Any], monkeypatch: Any) -> Iterator[Any]:
+    """Return a mesh of an H100 that is not here, for which everything is compiled."""
+    mesh = make_mesh(MeshConfig(fsdp=1), h100)
+    caching = jax.config.jax_enable_compilation_cache  # pyright: ignore
+    jax.config.update("jax_enable_compilation_cache", False)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(h100[0]):
+        yield mesh
+    jax.config.update("jax_enable_compilation_cache", caching)
+
+
+@needs_tokamax
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize(
+    ("length", "heads", "size", "temp_mb"),
+    [
+        (4096, (12, 2), 128, 190),  # Qwen2.5-1.5B; 134 MB are the mask and its transpose
+        (4096, (9, 3), 64, 160),
+        (1000, (8, 4), 96, 40),
+    ],
+)
+def test_gradient_is_three_kernels_in_one_graph(
+    length: int, heads: tuple[int, int], size: int, temp_mb: int, absent: Any
+) -> None:
+    place = NamedSharding(absent, batch_sharding(absent).spec)
+    arrays = [
+        jax.ShapeDtypeStruct((4, length, number, size), jnp.bfloat16, sharding=place)
+        for number in (heads[0], heads[1], heads[1])
+    ]
+    ends = jax.ShapeDtypeStruct((4, length), jnp.int32, sharding=place)
+
+    def loss(queries: Any, keys: Any, values: Any, ends: Any) -> Any:
+        return attention.attend_tree(queries, keys, values, ends).astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays, ends)
+    text = lowered.as_text()
+    assert text.count("custom_call @mosaic_gpu_v2(") == 3
+    assert "__gpu$xla.gpu.triton" not in text
+    counts = count_program(lowered, 0)
+    assert (counts.launches, counts.graphs, counts.reads) == (1, 1, 0)
+    assert counts.kernels <= 30
+    assert counts.temp_bytes <= temp_mb * 1e6
