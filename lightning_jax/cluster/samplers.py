@@ -4,7 +4,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +13,7 @@ from lightning_jax.cluster.delivery import Parcel, Receipt, store_parcel
 from lightning_jax.cluster.placing import end_actors, last_line, result_of, start_actor
 from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.cluster.sampler import SamplerSpec
+from lightning_jax.engine.admission import join_stats
 from lightning_jax.gateway.app import RolloutSettings, Traffic
 from lightning_jax.gateway.metrics import PRESENT
 from lightning_jax.gateway.sessions.waits import Lost
@@ -83,7 +83,7 @@ class Samplers:
         self._live: dict[int, ServingSampler] = {}
         self._changed = asyncio.Event()  # a sampler has come
         self._at: dict[str, ServingSampler] = {}  # by rollout
-        self._ended: Counter[str] = Counter()  # totals of samplers that ended
+        self._ended: dict[str, float] = {}  # totals of samplers that ended
         self._num_lost = 0
         self._keeping: list[asyncio.Task[None]] = []
 
@@ -162,9 +162,7 @@ class Samplers:
 
     def stats(self) -> dict[str, float]:
         """Return the counters of all samplers since the start, also of those that ended."""
-        totals = Counter(self._ended)
-        for live in list(self._live.values()):
-            totals.update(live.stats)
+        totals = join_stats([self._ended, *(live.stats for live in list(self._live.values()))])
         return {**totals, NUMBER: float(len(self._live)), LOST: float(self._num_lost)}
 
     # Weights. These methods are for any thread.
@@ -254,7 +252,8 @@ class Samplers:
             with self._lock:
                 del self._live[live.index]
             self._num_lost += 1
-            self._ended.update({k: v for k, v in live.stats.items() if k not in PRESENT})
+            past = {name: value for name, value in live.stats.items() if name not in PRESENT}
+            self._ended = join_stats([self._ended, past])
             self._ray.kill(live.actor)
             log.warning(
                 "sampler %d %s; %d rollouts are tried again, and another sampler is started",

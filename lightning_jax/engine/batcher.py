@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_jax.engine.admission import LONGEST_WAIT
 from lightning_jax.engine.decode import Request, Stepper, Steps
 from lightning_jax.engine.device.prefix_cache import PrefixCache, Row
 from lightning_jax.engine.device.slots import SlotPrograms
@@ -13,12 +14,12 @@ from lightning_jax.engine.grammar.compiler import GrammarCompiler, GrammarError
 from lightning_jax.engine.grammar.process import GrammarProcessLost, wait_readable
 from lightning_jax.engine.prefill import Prefill
 from lightning_jax.engine.response import SampledToken
-from lightning_jax.engine.scheduler import Admission, Scheduler
+from lightning_jax.engine.scheduler import Scheduler
 from lightning_jax.types import FinishReason
 
 log = logging.getLogger(__name__)
 
-PROMPT_TOKENS = 4096  # per turn, for requests that start; the last one may exceed it
+ALONE = 8  # times as long may prompts take in a turn while nothing decodes
 MASK_TIMEOUT_S = 0.02  # longest wait for masks if all requests are sequential
 
 _COUNTERS = ("cancelled", "grammar_errors", "tokens_forced")
@@ -28,9 +29,14 @@ class Batcher:
     """Requests of one engine, its slots and its weights, on the engine's thread only."""
 
     def __init__(
-        self, programs: SlotPrograms, params: Any, version: int, grammars: GrammarCompiler
+        self,
+        programs: SlotPrograms,
+        params: Any,
+        version: int,
+        grammars: GrammarCompiler,
+        prefill_s: float,
     ) -> None:
-        self._programs, self._grammars = programs, grammars
+        self._programs, self._grammars, self._prefill_s = programs, grammars, prefill_s
         self._params, self._version = params, version
         self._state = programs.init_state()
         self._prefixes = PrefixCache(programs, version)
@@ -41,6 +47,7 @@ class Batcher:
         self._retiring: list[Request] = []
         self._outgoing: list[ChunkDelivery] = []
         self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._longest_wait_s = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -88,6 +95,7 @@ class Batcher:
         counts = {f"serve/{name}": float(count) for name, count in counted.items()}
         return counts | {
             "serve/running": float(len(self._scheduler.running)),
+            LONGEST_WAIT: self._longest_wait_s,
             "serve/compiles": float(self._programs.compiles),
             "serve/compiling": float(self._programs.num_compiling()),
             "serve/prefix_cache_pages_used": float(self._prefixes.tree.num_used),
@@ -95,22 +103,23 @@ class Batcher:
         }
 
     def _begin(self) -> None:
-        """Assign free slots to waiting requests.
+        """Assign free slots to waiting requests, and prefill their prompts.
 
         Long prompts are spread over several turns, so that running requests keep decoding in
         between.
         """
-        admissions: list[Admission[Request]] = []
-        num_tokens = 0
-        while num_tokens < PROMPT_TOKENS and (admission := self._scheduler.admit()):
-            admissions.append(admission)
-            num_tokens += len(admission.request.prompt)
-        self._state = self._prompts.begin(self._params, self._version, self._state, admissions)
-        for admission in admissions:
-            self._stepper.begin(admission.request, admission.slot)
-            adjuster = admission.request.adjuster
-            if adjuster:
-                self._try(admission.request, lambda begin=adjuster.begin: begin(self._grammars))
+        while admission := self._scheduler.admit():
+            self._prompts.add(admission)
+        running = self._scheduler.running.values()
+        is_decoding = self._ahead is not None or any(request.num_due for request in running)
+        seconds = self._prefill_s if is_decoding else ALONE * self._prefill_s
+        self._state, filled = self._prompts.advance(
+            self._params, self._version, self._state, seconds
+        )
+        for request in filled:
+            self._stepper.begin(request)
+            if adjuster := request.adjuster:
+                self._try(request, lambda begin=adjuster.begin: begin(self._grammars))
 
     def _decode_once(self) -> bool:
         """Start one or more steps, then hand out the tokens of the previous ones, which are ready.
@@ -157,9 +166,15 @@ class Batcher:
 
     def _hand_out(self, steps: Steps | None) -> None:
         """Give each request that is still running its sampled tokens."""
-        if steps is not None:
-            for request, token in self._stepper.read(steps):
-                self._push(request, token)
+        if steps is None:
+            return
+        waited_s = self._programs.waited_s()  # for programs to compile
+        for request, token in self._stepper.read(steps):
+            now_s = time.monotonic() - waited_s
+            if request.token_s is not None:
+                self._longest_wait_s = max(self._longest_wait_s, now_s - request.token_s)
+            request.token_s = now_s
+            self._push(request, token)
 
     def _push(self, request: Request, token: SampledToken) -> None:
         chunk, reason = request.response.push(token)
@@ -189,9 +204,9 @@ class Batcher:
         if request is None or request.finished:
             return
         request.finished = True
+        self._prompts.remove(request)
         if request.slot is None:
             self._scheduler.remove(request)
-            self._prompts.let_go(request)
         else:
             self._scheduler.release(request.slot)
             self._retiring.append(request)
@@ -212,6 +227,7 @@ class Batcher:
         for request in requests:
             assert request.slot is not None, "only a request with a slot retires"
             # The last token was sampled but never fed, so the row does not hold it.
-            ids = [*request.prompt, *(token.token_id for token in request.response.tokens)][:-1]
+            tokens = [token.token_id for token in request.response.tokens]
+            ids = [*request.prompt, *tokens][: request.num_filled + len(tokens)]
             rows.append(Row(request.slot, ids, request.version, request.adapter))
         self._prefixes.keep(self._state, rows)

@@ -60,6 +60,10 @@ class ServeConfig(Section):
     """Padded lengths of prompt chunks. One program prefills 1, 4, 16, ... chunks of one length, up
     to 512 tokens or the longest chunk. Each combination is one compile. None: those of 32, 128 and
     512 that are at most half of max_len, and 32."""
+    prefill_s: Positive = 0.25
+    """Longest time that prompts take between two decode steps, so that a long prompt does not hold
+    up the responses beside it. Its length in tokens is measured as the engine runs, and at least
+    the shortest chunk. If nothing decodes, prompts take up to 8 times as long in a turn."""
     steps_per_dispatch: Count = 1
     """Decode steps per dispatch, if no response reaches its limit within them. Above 1, each decode
     program is compiled twice, and a new request waits for all the steps. A response that stops

@@ -44,6 +44,8 @@ class Request:
     prefix: Node | None = None  # cached prefix of the prompt, pinned while waiting
     slot: int | None = None  # None: waiting
     version: int = -1  # weights version at its start
+    num_filled: int = 0  # tokens of the prompt that its row holds
+    token_s: float | None = None  # time of its latest token, without waits for compiling
     num_due: int = 0  # steps left until its limit
     finished: bool = False
     is_unread: bool = False  # its next token depends on a sampled token not read yet
@@ -110,11 +112,13 @@ class Stepper:
         if self._bound:
             self.counts |= dict.fromkeys(_TIMES, 0.0)
 
-    def begin(self, request: Request, slot: int) -> None:
+    def begin(self, request: Request) -> None:
         """Register a request whose slot's row holds its prompt but for the last token."""
+        assert request.slot is not None, "only a request with a slot begins"
         request.num_due = request.response.limit
         last, position = request.prompt[-1], len(request.prompt) - 1
-        self._table.begin(slot, last, position, request.sampling, request.seed, request.adapter)
+        sampling, seed = request.sampling, request.seed
+        self._table.begin(request.slot, last, position, sampling, seed, request.adapter)
 
     def start(
         self, params: Any, state: DecodeState, version: int, running: Mapping[int, Request]

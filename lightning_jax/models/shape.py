@@ -48,6 +48,16 @@ class DecoderShape:
                 "head_dim", f"head_dim is {self.head_dim}; must be even for rotary embeddings"
             )
 
+    @property
+    def even_context(self) -> float:
+        """Number of tokens whose attention takes as many operations as a layer's weights.
+
+        A token takes 2 for each weight, and 4 for each number of a query and each token it sees.
+        """
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        weights = self.embed_dim * (2 * queries + 2 * keys + 3 * self.mlp_dim)
+        return weights / (2 * queries)
+
 
 @dataclass(frozen=True)
 class Execution:
