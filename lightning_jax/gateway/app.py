@@ -83,7 +83,7 @@ class Gateway:
         # None: calls are recorded nowhere, or by another process.
         self.store = store if isinstance(store, Store) else None
         self.model_name = engine.model_name
-        serve, tokenizer = serve or engine.serve, engine.tokenizer
+        serve, tokenizer = (serve or engine.serve).with_sizes(), engine.tokenizer
         self.engine = engine
         self._meters = Meters(engine.stats)
         self.pauses = PausableClock()  # of the deadlines of calls and rollouts
