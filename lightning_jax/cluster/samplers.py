@@ -42,6 +42,7 @@ class ServingSampler:
     actor: Any
     stats: dict[str, float]
     rollouts: dict[str, str] = field(default_factory=dict)  # id -> group
+    over: frozenset[str] = frozenset()  # root spans of those that get no more answers
     loss: str | None = None
     is_lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -83,6 +84,7 @@ class Samplers:
         self._live: dict[int, ServingSampler] = {}
         self._changed = asyncio.Event()  # a sampler has come
         self._at: dict[str, ServingSampler] = {}  # by rollout
+        self._roots: dict[str, str] = {}  # ids of root spans, by rollout
         self._ended: dict[str, float] = {}  # totals of samplers that ended
         self._num_lost = 0
         self._keeping: list[asyncio.Task[None]] = []
@@ -136,7 +138,7 @@ class Samplers:
                 live.actor.call.remote("close", rollout_id)
                 raise
             if opened is not None:
-                self._at[rollout_id] = live
+                self._at[rollout_id], self._roots[rollout_id] = live, opened.root.span_id
                 # This machine's clock may differ from the sampler's, and ends the span.
                 root = replace(opened.root, start_ns=time.time_ns())
                 return replace(opened, root=root, loss=live.how_lost)
@@ -146,7 +148,9 @@ class Samplers:
         return await self._ask(self._at[rollout_id], "posted_reward", rollout_id)
 
     def is_over(self, rollout_id: str) -> bool:
-        return False  # only its sampler knows, which refuses its calls
+        """Return what its sampler said last, which it does every second."""
+        live = self._at.get(rollout_id)
+        return live is not None and self._roots[rollout_id] in live.over
 
     async def lost(self, rollout_id: str) -> Lost:
         return await self._ask(self._at[rollout_id], "lost", rollout_id) or Lost()
@@ -156,6 +160,7 @@ class Samplers:
 
     async def close(self, rollout_id: str) -> Traffic:
         live = self._at.pop(rollout_id)
+        del self._roots[rollout_id]
         live.rollouts.pop(rollout_id, None)
         traffic = await self._ask(live, "close", rollout_id)
         return traffic or Traffic((), num_cancelled=0, num_forgotten=0, loss=live.loss)
@@ -281,7 +286,7 @@ class Samplers:
             except self._ray.exceptions.RayError as error:
                 live.lose(f"was lost: {last_line(error)}")
             else:
-                live.stats = parcel.stats
+                live.stats, live.over = parcel.stats, parcel.over
                 receipts = await store_parcel(self._store, parcel.deliveries)
         live.lose(live.loss)
 

@@ -193,6 +193,10 @@ class Gateway:
         """Return True if an open rollout gets no more answers, as after too many long prompts."""
         return self._rollouts.is_over(rollout_id)
 
+    def over(self) -> frozenset[str]:
+        """Return the ids of the root spans of all open rollouts that are over. See `is_over`."""
+        return self._rollouts.over()
+
     def lost(self, rollout_id: str) -> Lost:
         """Return the seconds in which all the open rollout's calls in flight waited for a token."""
         return self._rollouts[rollout_id].waits.lost
