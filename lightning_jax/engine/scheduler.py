@@ -180,15 +180,18 @@ class Pace:
         self._slowness: float | None = None  # seconds per token of work, None until measured
 
     def add(self, parts: Sequence[Unfilled], seconds: float) -> None:
-        """Add a measurement. The latest count most, as other work on the machine comes and goes."""
-        measured = seconds / max(sum(map(self._work, parts)), 1.0)
+        """Add a measurement. The latest count most, as other work on the machine comes and goes.
+
+        `seconds` may be below 0, as loops that share programs also share the time of compiling.
+        """
+        measured = max(seconds, 0.0) / max(sum(map(self._work, parts)), 1.0)
         self._slowness = measured if self._slowness is None else (self._slowness + measured) / 2
 
     def take(self, prompts: Sequence[Unfilled], seconds: float) -> list[Unfilled]:
         """Return the first parts of the first prompts, as many as fit in the time.
 
-        A part is the whole prompt or whole chunks of it. Before the first measurement it is one
-        chunk of one prompt.
+        A part is the whole prompt or whole chunks of it. Before the first measurement it is the
+        shortest chunk of one prompt.
         """
         parts: list[Unfilled] = []
         for prompt in prompts:
@@ -208,7 +211,7 @@ class Pace:
     def _fitting(self, prompt: Unfilled, seconds: float) -> Unfilled:
         """Return as much of a prompt as fits in the time."""
         if self._slowness is None:
-            return self._start(prompt, self._buckets[-1])
+            return self.least(prompt)
         if self._seconds(prompt) <= seconds:
             return prompt
         number = 0

@@ -172,9 +172,9 @@ def test_every_token_is_computed_once_and_in_order(lengths, sizes, slots):
 
 def test_a_pace_estimates_by_chunks_and_context():
     pace = Pace((8, 32), even_context=100.0)
-    # Unmeasured: one chunk of one prompt, after those that need nothing.
+    # Unmeasured: the shortest chunk of one prompt, after those that need nothing.
     nothing, long = Unfilled(20, 0), Unfilled(0, 100)
-    assert pace.take([nothing, long, long], 9.0) == [nothing, Unfilled(0, 32)]
+    assert pace.take([nothing, long, long], 9.0) == [nothing, Unfilled(0, 8)]
     assert pace.least(long) == Unfilled(0, 8) and pace.least(Unfilled(40, 3)) == Unfilled(40, 3)
     # 32 tokens around position 100 are (32 + 32) * 2 of work, at 2 s each.
     pace.add([Unfilled(84, 32)], 256.0)
@@ -188,6 +188,9 @@ def test_a_pace_estimates_by_chunks_and_context():
     pace.add([Unfilled(84, 32)], 512.0)
     assert pace.take([Unfilled(84, 32)], 383.0) == [Unfilled(84, 24)]
     assert pace.take([Unfilled(84, 32)], 384.1) == [Unfilled(84, 32)]
+    pace.add([Unfilled(84, 32)], -1.0)  # 1.5 s on average
+    assert pace.take([Unfilled(84, 32)], 193.0) == [Unfilled(84, 32)]
+    assert pace.take([Unfilled(84, 32)], 191.0) == [Unfilled(84, 24)]
 
 
 @given(
