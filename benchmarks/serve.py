@@ -17,17 +17,20 @@ prompts, and `ignore_eos`. `--llama-server` starts llama.cpp's own server (llama
 convert_hf_to_gguf.py writes the file from that directory, with `--outtype bf16`.
 
 All get the same prompts, the same numbers of tokens and temperature 1, as workloads.py defines. At
-most 16 requests run at once, each of at most 1,024 tokens, with a prefix cache if there is one.
+most 16 requests run at once, each of at most 1,024 tokens, with a prefix cache if there is one. W5
+runs 8 of 8,192, for our server and those of `--peer` alone.
 Servers are measured one after another. Each workload runs twice and the second run is reported, so
 compiling and loading do not count. The two runs have different prompts, so that none is cached.
 
 In the table, `ratio` is a peer's time divided by that of our first setting. `ms/token` is the
-median time between two tokens of a response. `prefill/s` is the prompt tokens computed per second
-until every request had its first token. It needs a workload whose requests all fit in at once.
+median time between two tokens of a response, `gap` the longest of them in seconds. `prefill/s` is
+the prompt tokens computed per second until every request had its first token. It needs a workload
+whose requests all fit in at once.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -46,6 +49,9 @@ import llama_server
 import numpy as np
 from speed import median_s
 from workloads import (
+    LONG,
+    LONG_LEN,
+    LONG_SLOTS,
     MAX_LEN,
     PREFILLED,
     SLOTS,
@@ -71,7 +77,17 @@ PEERS = {
     "llama_cpp": ("bfloat16",),
     "transformers": ("float32",),
 }
-COLUMNS = ("seconds", "ratio", "tokens/s", "ttft p50", "p99", "ms/token", "prefill/s", "cpu s")
+COLUMNS = (
+    "seconds",
+    "ratio",
+    "tokens/s",
+    "ttft p50",
+    "p99",
+    "ms/token",
+    "gap",
+    "prefill/s",
+    "cpu s",
+)
 
 
 class PeerError(RuntimeError):
@@ -134,10 +150,11 @@ async def measure_server(target: Target, name: str) -> Row:
     return Row(name, target.name, result)
 
 
-def start_ours(model: str, dtype: str) -> tuple[Target, subprocess.Popen]:
+def start_ours(model: str, dtype: str, *, is_long: bool) -> tuple[Target, subprocess.Popen]:
     """Start our own server, and return it once it answers."""
+    slots, max_len = (LONG_SLOTS, LONG_LEN) if is_long else (SLOTS, MAX_LEN)
     command = [sys.executable, "-m", "lightning_jax", "serve", "--model", model, "--port", "0"]
-    command += ["--slots", str(SLOTS), "--max-len", str(MAX_LEN), "--api-key", "bench"]
+    command += ["--slots", str(slots), "--max-len", str(max_len), "--api-key", "bench"]
     command += OURS[dtype]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ.copy())
     assert child.stdout is not None, "its output is piped"
@@ -151,13 +168,14 @@ def start_ours(model: str, dtype: str) -> tuple[Target, subprocess.Popen]:
 
 def measure_ours(model: str, dtype: str, names: Sequence[str]) -> Iterator[Row]:
     """Measure our server, which runs only meanwhile."""
-    target, child = start_ours(model, dtype)
-    try:
-        for name in names:
-            yield asyncio.run(measure_server(target, name))
-    finally:
-        child.terminate()
-        child.wait(timeout=60)
+    for is_long, same in itertools.groupby(names, key=LONG.__contains__):
+        target, child = start_ours(model, dtype, is_long=is_long)
+        try:
+            for name in same:
+                yield asyncio.run(measure_server(target, name))
+        finally:
+            child.terminate()
+            child.wait(timeout=60)
 
 
 def measure_peer(
@@ -252,6 +270,7 @@ def as_line(row: Row, ours: float | None) -> str:
         f"{quantile(first, 0.5):.3f}",
         f"{quantile(first, 0.99):.3f}",
         f"{1e3 * result.decode_s:.1f}",
+        f"{result.gap_s:.2f}",
         "-" if prefilled is None else f"{prefilled / max(first):.0f}",
         "-" if result.cpu_s is None else f"{result.cpu_s:.1f}",
         "-" if result.peak_mib is None else f"{result.peak_mib:.0f}",
@@ -275,17 +294,19 @@ def compare(args: argparse.Namespace, servers: Sequence[Target]) -> int:
     measured: list[Callable[[], Iterator[Row]]] = [
         partial(measure_ours, args.model, dtype, args.only) for dtype in args.ours
     ]
+    short = [name for name in args.only if name not in LONG]
     measured += [
-        partial(measure_peer, peer, dtype, directory, args.only, pythons[peer])
+        partial(measure_peer, peer, dtype, directory, short, pythons[peer])
         for peer in args.peers
         for dtype in PEERS[peer]
+        if short
     ]
     for server in servers:
         measured.append(
             lambda server=server: (asyncio.run(measure_server(server, n)) for n in args.only)
         )
-    if args.llama_server:
-        measured.append(partial(measure_llama_server, *args.llama_server, args.only))
+    if args.llama_server and short:
+        measured.append(partial(measure_llama_server, *args.llama_server, short))
     rows: list[Row] = []
     ours: dict[str, float] = {}
     failed = 0

@@ -7,6 +7,7 @@ peers' scripts run in other environments, so only Python's standard library is i
     W2  8 agents at once, 4 turns each: 400 tokens first, 120 more a turn, 60 new tokens a turn
     W3  one stream: 64 prompt tokens, 128 new
     W4  64 requests at once: 32 prompt tokens, 32 new
+    W5  4 streams: 64 prompt tokens, 128 new; after 2 s a request with 8,000 prompt tokens, 8 new
 """
 
 import asyncio
@@ -15,10 +16,13 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 FIRST_ID, LAST_ID = 100, 20_000  # ordinary tokens in the vocabularies of all model families
 SLOTS, MAX_LEN, THREADS = 16, 1024, 2
+LONG_SLOTS, LONG_LEN = 8, 8192  # of the workloads in LONG
+LONG = ("W5",)  # only for servers over HTTP
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Result:
     new_tokens: int
     first_token_s: tuple[float, ...]
     decode_s: float  # per token after the first, median over requests
+    gap_s: float  # longest time between two tokens of a response
     cpu_s: float | None
     peak_mib: float | None
 
@@ -80,7 +85,21 @@ async def short_requests(ask: Ask, rng: random.Random) -> list[Reply]:
     return await asyncio.gather(*(ask(tokens(rng, 32), 32) for _ in range(64)))
 
 
-WORKLOADS = {"W1": group_sampling, "W2": agents, "W3": one_stream, "W4": short_requests}
+async def long_prompt(ask: Ask, rng: random.Random) -> list[Reply]:
+    """W5."""
+
+    async def late() -> Reply:
+        await asyncio.sleep(2.0)
+        return await ask(tokens(rng, 8000), 8)
+
+    return await asyncio.gather(*(ask(tokens(rng, 64), 128) for _ in range(4)), late())
+
+
+WORKLOADS = {
+    **{"W1": group_sampling, "W2": agents, "W3": one_stream, "W4": short_requests},
+    "W5": long_prompt,
+}
+SHORT = [name for name in WORKLOADS if name not in LONG]
 
 # Prompt tokens to compute before the last request gets its first token. Only for workloads whose
 # requests all fit in at once. A shared prefix is computed once.
@@ -100,6 +119,7 @@ async def measure(ask: Ask, name: str, seed: int, process: int | None) -> Result
         new_tokens=sum(len(reply.token_ids) for reply in replies),
         first_token_s=tuple(reply.times[0] for reply in replies),
         decode_s=quantile(gaps, 0.5),
+        gap_s=max(b - a for reply in replies for a, b in pairwise(reply.times)),
         cpu_s=None if before is None or after is None else after - before,
         peak_mib=peak_mib(process),
     )

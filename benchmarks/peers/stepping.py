@@ -20,7 +20,7 @@ from typing import Protocol
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from workloads import WORKLOADS, Reply, measure_twice
+from workloads import SHORT, Reply, measure_twice
 
 Report = Callable[[int, Sequence[int]], None]  # new tokens of a request, as soon as sampled
 
@@ -84,7 +84,7 @@ def main(make: Callable[[str, str], Stepper], packages: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Measure an engine in this process.")
     parser.add_argument("model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--only", nargs="+", choices=SHORT, default=SHORT)
     args = parser.parse_args()
     print(json.dumps({"versions": {name: version(name) for name in packages}}), flush=True)
     engine = make(args.model, args.dtype)

@@ -64,10 +64,11 @@ def _load(config: ServerConfig) -> Engine:
     settings = Config(
         model=named, serve=config.serve, mesh=MeshConfig(tensor=config.tensor), num_steps=0
     )
-    serve = size_for_server(settings, model.config)
+    serve = size_for_server(settings, model.config, config.serve, fits_slots=config.fits_slots)
     log.info(
-        "%d slots of %d tokens, and a prefix cache of %g MiB",
-        *(serve.slots, serve.max_len, serve.prefix_cache_mib),
+        "%d slots (--slots) of %d tokens (--max-len; the model has %d positions), and a prefix "
+        "cache of %g MiB",
+        *(serve.slots, serve.max_len, model.config.shape.max_positions, serve.prefix_cache_mib),
     )
     return Engine(model, serve, dtype=named.dtype, mesh=mesh)
 

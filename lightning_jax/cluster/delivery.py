@@ -45,10 +45,11 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Parcel:
-    """Deliveries, and the sampler's counters at that time."""
+    """Deliveries, and at that time the sampler's counters and the rollouts that are over."""
 
     deliveries: tuple[Delivery, ...]
     stats: dict[str, float]
+    over: frozenset[str] = frozenset()  # ids of their root spans, see `Gateway.over`
 
 
 class Outbox:

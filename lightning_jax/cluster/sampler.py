@@ -115,5 +115,6 @@ class Sampler(GatewayServer):
         return version
 
     async def take(self, receipts: Sequence[Receipt]) -> Parcel:
-        """Return the next spans for the store, with the counters. See `Outbox.take`."""
-        return Parcel(await self._outbox.take(receipts), self.gateway.stats())
+        """Return the next spans for the store, and news of this moment. See `Outbox.take`."""
+        deliveries = await self._outbox.take(receipts)
+        return Parcel(deliveries, self.gateway.stats(), self.gateway.over())

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +13,7 @@ from lightning_jax.cluster.delivery import Parcel, Receipt, store_parcel
 from lightning_jax.cluster.placing import end_actors, last_line, result_of, start_actor
 from lightning_jax.cluster.ray_session import ClusterError
 from lightning_jax.cluster.sampler import SamplerSpec
+from lightning_jax.engine.admission import join_stats
 from lightning_jax.gateway.app import RolloutSettings, Traffic
 from lightning_jax.gateway.metrics import PRESENT
 from lightning_jax.gateway.sessions.waits import Lost
@@ -42,6 +42,7 @@ class ServingSampler:
     actor: Any
     stats: dict[str, float]
     rollouts: dict[str, str] = field(default_factory=dict)  # id -> group
+    over: frozenset[str] = frozenset()  # root spans of those that get no more answers
     loss: str | None = None
     is_lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -83,7 +84,8 @@ class Samplers:
         self._live: dict[int, ServingSampler] = {}
         self._changed = asyncio.Event()  # a sampler has come
         self._at: dict[str, ServingSampler] = {}  # by rollout
-        self._ended: Counter[str] = Counter()  # totals of samplers that ended
+        self._roots: dict[str, str] = {}  # ids of root spans, by rollout
+        self._ended: dict[str, float] = {}  # totals of samplers that ended
         self._num_lost = 0
         self._keeping: list[asyncio.Task[None]] = []
 
@@ -136,7 +138,7 @@ class Samplers:
                 live.actor.call.remote("close", rollout_id)
                 raise
             if opened is not None:
-                self._at[rollout_id] = live
+                self._at[rollout_id], self._roots[rollout_id] = live, opened.root.span_id
                 # This machine's clock may differ from the sampler's, and ends the span.
                 root = replace(opened.root, start_ns=time.time_ns())
                 return replace(opened, root=root, loss=live.how_lost)
@@ -146,7 +148,9 @@ class Samplers:
         return await self._ask(self._at[rollout_id], "posted_reward", rollout_id)
 
     def is_over(self, rollout_id: str) -> bool:
-        return False  # only its sampler knows, which refuses its calls
+        """Return what its sampler said last, which it does every second."""
+        live = self._at.get(rollout_id)
+        return live is not None and self._roots[rollout_id] in live.over
 
     async def lost(self, rollout_id: str) -> Lost:
         return await self._ask(self._at[rollout_id], "lost", rollout_id) or Lost()
@@ -156,15 +160,14 @@ class Samplers:
 
     async def close(self, rollout_id: str) -> Traffic:
         live = self._at.pop(rollout_id)
+        del self._roots[rollout_id]
         live.rollouts.pop(rollout_id, None)
         traffic = await self._ask(live, "close", rollout_id)
         return traffic or Traffic((), num_cancelled=0, num_forgotten=0, loss=live.loss)
 
     def stats(self) -> dict[str, float]:
         """Return the counters of all samplers since the start, also of those that ended."""
-        totals = Counter(self._ended)
-        for live in list(self._live.values()):
-            totals.update(live.stats)
+        totals = join_stats([self._ended, *(live.stats for live in list(self._live.values()))])
         return {**totals, NUMBER: float(len(self._live)), LOST: float(self._num_lost)}
 
     # Weights. These methods are for any thread.
@@ -254,7 +257,8 @@ class Samplers:
             with self._lock:
                 del self._live[live.index]
             self._num_lost += 1
-            self._ended.update({k: v for k, v in live.stats.items() if k not in PRESENT})
+            past = {name: value for name, value in live.stats.items() if name not in PRESENT}
+            self._ended = join_stats([self._ended, past])
             self._ray.kill(live.actor)
             log.warning(
                 "sampler %d %s; %d rollouts are tried again, and another sampler is started",
@@ -282,7 +286,7 @@ class Samplers:
             except self._ray.exceptions.RayError as error:
                 live.lose(f"was lost: {last_line(error)}")
             else:
-                live.stats = parcel.stats
+                live.stats, live.over = parcel.stats, parcel.over
                 receipts = await store_parcel(self._store, parcel.deliveries)
         live.lose(live.loss)
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, Literal, TypeVar
 
 from lightning_jax.engine.config import ServeConfig
@@ -24,6 +24,7 @@ from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 Request = TypeVar("Request")
 LoopStatus = Literal["ok", "draining", "failed"]  # a closed loop is "failed", too
+LONGEST_WAIT = "serve/longest_wait_s"  # of a request for its next token, since the start
 
 
 def join_statuses(statuses: Iterable[LoopStatus]) -> LoopStatus:
@@ -32,6 +33,14 @@ def join_statuses(statuses: Iterable[LoopStatus]) -> LoopStatus:
         if status != "ok":
             return status
     return "ok"
+
+
+def join_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums of several loops' counters, and the longest of their waits."""
+    return {
+        name: (max if name == LONGEST_WAIT else sum)(one.get(name, 0.0) for one in stats)
+        for name in {name: None for one in stats for name in one}
+    }
 
 
 class Intake(Generic[Request]):

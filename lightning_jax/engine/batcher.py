@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from lightning_jax.engine.admission import LONGEST_WAIT
 from lightning_jax.engine.decode import Request, Stepper, Steps
 from lightning_jax.engine.device.prefix_cache import PrefixCache, Row
 from lightning_jax.engine.device.slots import SlotPrograms
@@ -12,12 +13,12 @@ from lightning_jax.engine.generation import ChunkDelivery, EngineError, news_of
 from lightning_jax.engine.grammar.compiler import GrammarCompiler, GrammarError
 from lightning_jax.engine.grammar.process import GrammarProcessLost, wait_readable
 from lightning_jax.engine.prefill import Prefill
-from lightning_jax.engine.scheduler import Admission, Scheduler
+from lightning_jax.engine.scheduler import Scheduler
 from lightning_jax.types import FinishReason
 
 log = logging.getLogger(__name__)
 
-PROMPT_TOKENS = 4096  # per turn, for requests that start; the last one may exceed it
+ALONE = 8  # times as long may prompts take in a turn while nothing decodes
 MASK_TIMEOUT_S = 0.02  # longest wait for masks if all requests are sequential
 
 _COUNTERS = ("cancelled", "grammar_errors", "tokens_forced")
@@ -33,8 +34,9 @@ class Batcher:
         version: int,
         grammars: GrammarCompiler,
         eos_ids: Collection[int],
+        prefill_s: float,
     ) -> None:
-        self._programs, self._grammars = programs, grammars
+        self._programs, self._grammars, self._prefill_s = programs, grammars, prefill_s
         self._params, self._version = params, version
         self._state = programs.init_state()
         self._prefixes = PrefixCache(programs, version)
@@ -45,6 +47,7 @@ class Batcher:
         self._retiring: list[Request] = []
         self._outgoing: list[ChunkDelivery] = []
         self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._longest_wait_s = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -92,6 +95,7 @@ class Batcher:
         counts = {f"serve/{name}": float(count) for name, count in counted.items()}
         return counts | {
             "serve/running": float(len(self._scheduler.running)),
+            LONGEST_WAIT: self._longest_wait_s,
             "serve/compiles": float(self._programs.compiles),
             "serve/compiling": float(self._programs.num_compiling()),
             "serve/prefix_cache_pages_used": float(self._prefixes.tree.num_used),
@@ -99,22 +103,23 @@ class Batcher:
         }
 
     def _begin(self) -> None:
-        """Assign free slots to waiting requests.
+        """Assign free slots to waiting requests, and prefill their prompts.
 
         Long prompts are spread over several turns, so that running requests keep decoding in
         between.
         """
-        admissions: list[Admission[Request]] = []
-        num_tokens = 0
-        while num_tokens < PROMPT_TOKENS and (admission := self._scheduler.admit()):
-            admissions.append(admission)
-            num_tokens += len(admission.request.prompt)
-        self._state = self._prompts.begin(self._params, self._version, self._state, admissions)
-        for admission in admissions:
-            self._stepper.begin(admission.request, admission.slot)
-            adjuster = admission.request.adjuster
-            if adjuster:
-                self._try(admission.request, lambda begin=adjuster.begin: begin(self._grammars))
+        while admission := self._scheduler.admit():
+            self._prompts.add(admission)
+        running = self._scheduler.running.values()
+        is_decoding = self._ahead is not None or any(request.num_due for request in running)
+        seconds = self._prefill_s if is_decoding else ALONE * self._prefill_s
+        self._state, filled = self._prompts.advance(
+            self._params, self._version, self._state, seconds
+        )
+        for request in filled:
+            self._stepper.begin(request)
+            if adjuster := request.adjuster:
+                self._try(request, lambda begin=adjuster.begin: begin(self._grammars))
 
     def _decode_once(self) -> bool:
         """Start one or more steps, then hand out the tokens of the previous ones, which are ready.
@@ -166,7 +171,11 @@ class Batcher:
             return
         for requests, are_last in self._stepper.read(steps):
             stalled_s, clock, now_s = self._programs.waited_s(), None, 0.0
+            read_s = time.monotonic() - stalled_s
             for request, is_last in zip(requests, are_last, strict=True):
+                if request.token_s is not None and read_s - request.token_s > self._longest_wait_s:
+                    self._longest_wait_s = read_s - request.token_s
+                request.token_s = read_s
                 is_late = False
                 if limit := request.response.time_limit:
                     if limit.now_s != clock:  # most requests share one
@@ -211,9 +220,9 @@ class Batcher:
         request.finished = True
         is_cut = request.response.is_late or request.response.stop != ""
         request.runs_on = is_cut or reason in ("cancelled", "error")
+        self._prompts.remove(request)
         if request.slot is None:
             self._scheduler.remove(request)
-            self._prompts.let_go(request)
         else:
             self._scheduler.release(request.slot)
             self._retiring.append(request)
@@ -234,6 +243,7 @@ class Batcher:
         for request in requests:
             assert request.slot is not None, "only a request with a slot retires"
             # The last token was sampled but never fed, so the row does not hold it.
-            ids = [*request.prompt, *request.response.token_ids][:-1]
+            tokens = request.response.token_ids
+            ids = [*request.prompt, *tokens][: request.num_filled + len(tokens)]
             rows.append(Row(request.slot, ids, request.version, request.adapter))
         self._prefixes.keep(self._state, rows)

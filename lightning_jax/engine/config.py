@@ -22,10 +22,14 @@ from lightning_jax.settings.schema import (
 )
 
 if TYPE_CHECKING:
+    Length = int
     Lengths = tuple[int, ...]
 else:  # None until `ServeConfig.with_sizes` derives them
+    Length = Annotated[int, Ge(16)] | None
     Lengths = Annotated[tuple[Count, ...], AfterValidator(sorted), AfterValidator(tuple)] | None
 LEAST_CACHE_MIB = 256.0
+MAX_LEN = 1024  # where nothing says what a conversation needs
+LONGEST = 32_768  # of a server without a run: coding agents begin with 7,000 to 20,000 tokens
 PREFILL_BUCKETS = (32, 128, 512)
 LOOPS = ("native", "jetstream")
 Orchestrator = Annotated[
@@ -54,12 +58,18 @@ class ServeConfig(Section):
     --any-model."""
     slots: Count = 16
     """Requests decoded at once, per copy of the engine and per policy with its own weights."""
-    max_len: Annotated[int, Ge(16)] = 1024
-    """Tokens of prompt and response in one slot."""
+    max_len: Length = DERIVED
+    """Tokens of prompt and response in one slot. None: 1024, or batch.row_len if that is less,
+    because each update pays for whole rows. A server without a run takes the model's positions
+    instead, as far as memory allows."""
     prefill_buckets: Lengths = DERIVED
     """Padded lengths of prompt chunks. One program prefills 1, 4, 16, ... chunks of one length, up
     to 512 tokens or the longest chunk. Each combination is one compile. None: those of 32, 128 and
     512 that are at most half of max_len, and 32."""
+    prefill_s: Positive = 0.25
+    """Longest time that prompts take between two decode steps, so that a long prompt does not hold
+    up the responses beside it. Its length in tokens is measured as the engine runs, and at least
+    the shortest chunk. If nothing decodes, prompts take up to 8 times as long in a turn."""
     steps_per_dispatch: Count | None = None
     """Decode steps per dispatch. A response that reaches its limit or an end-of-turn token takes no
     part in the rest. Stop strings, grammars, biases and penalties need the host after each step, so
@@ -111,8 +121,10 @@ class ServeConfig(Section):
     prefix cache. None: the trainer's devices, on a GPU or TPU with one copy per `mesh.tensor`
     devices. With several processes, all devices of process 0 are one engine."""
 
-    def with_sizes(self) -> "ServeConfig":
-        """Return the settings with the lengths that follow from `max_len`."""
+    def with_sizes(self, longest: int = MAX_LEN) -> "ServeConfig":
+        """Return the settings with all lengths. `max_len` is by default at most `longest`."""
+        max_len = self.max_len or min(longest, MAX_LEN)
         first, *others = PREFILL_BUCKETS
-        fitting = (first, *(size for size in others if 2 * size <= self.max_len))
-        return replace(self, prefill_buckets=self.prefill_buckets or fitting)
+        fitting = (first, *(size for size in others if 2 * size <= max_len))
+        buckets = self.prefill_buckets or fitting
+        return replace(self, max_len=max_len, prefill_buckets=buckets)

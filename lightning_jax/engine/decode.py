@@ -45,6 +45,8 @@ class Request:
     prefix: Node | None = None  # cached prefix of the prompt, pinned while waiting
     slot: int | None = None  # None: waiting
     version: int = -1  # weights version at its start
+    num_filled: int = 0  # tokens of the prompt that its row holds
+    token_s: float | None = None  # time of its latest token, without waits for compiling
     num_due: int = 0  # steps left until its limit
     has_begun: bool = False  # its first token was handed out
     finished: bool = False
@@ -132,18 +134,17 @@ class Stepper:
         if self._bound:
             self.counts |= dict.fromkeys(_TIMES, 0.0)
 
-    def begin(self, request: Request, slot: int) -> None:
+    def begin(self, request: Request) -> None:
         """Register a request whose slot's row holds its prompt but for the last token."""
+        assert request.slot is not None, "only a request with a slot begins"
+        slot, sampling = request.slot, request.sampling
         self._num_left[slot] = request.response.limit
-        self._ignores_eos[slot] = request.sampling.ignore_eos
-        ids = () if request.sampling.ignore_eos else request.response.eos_ids
-        end = End(request.response.limit, ids)
+        self._ignores_eos[slot] = sampling.ignore_eos
+        end = End(request.response.limit, () if sampling.ignore_eos else request.response.eos_ids)
         request.num_due = end.limit
-        request.ends_on_device = end.is_whole and not request.sampling.stop
+        request.ends_on_device = end.is_whole and not sampling.stop
         last, position = request.prompt[-1], len(request.prompt) - 1
-        self._table.begin(
-            *(slot, last, position, request.sampling, request.seed, request.adapter, end)
-        )
+        self._table.begin(slot, last, position, sampling, request.seed, request.adapter, end)
 
     def start(
         self, params: Any, state: DecodeState, version: int, running: Mapping[int, Request]

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from jax.sharding import Mesh
 
-from lightning_jax.engine.admission import LoopStatus, join_statuses
+from lightning_jax.engine.admission import LoopStatus, join_stats, join_statuses
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.generation import Generation
@@ -46,8 +46,7 @@ class _Replicas:
     are_counted: bool = True
 
     def stats(self) -> dict[str, float]:
-        counters = [loop.stats() for loop in self.loops]
-        return {name: sum(stats[name] for stats in counters) for name in counters[0]}
+        return join_stats([loop.stats() for loop in self.loops])
 
 
 class Engine:
@@ -78,7 +77,7 @@ class Engine:
         share_base: bool = False,
     ) -> None:
         self.model_name, self.tokenizer = model.name, model.tokenizer
-        self.serve = serve or ServeConfig()
+        self.serve = (serve or ServeConfig()).with_sizes(model.config.shape.max_positions)
         if not programs:
             dtype = dtype or str(model.params["embed"]["embedding"].dtype)
             programs = make_programs(model.config, self.serve, dtype=dtype, mesh=mesh)
@@ -223,8 +222,9 @@ class Engine:
     def stats(self) -> dict[str, float]:
         """Return the counters, summed over all weights and their replicas."""
         first, *others = (weights.stats() for weights in self._weights if weights.are_counted)
-        totals = {name: sum((stats[name] for stats in others), first[name]) for name in first}
-        return totals | {name: first[name] for name in SHARED if name in first}
+        return join_stats([first, *others]) | {
+            name: first[name] for name in SHARED if name in first
+        }
 
 
 def make_programs(

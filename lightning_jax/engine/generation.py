@@ -27,7 +27,7 @@ class PromptTooLong(InvalidValue):
         super().__init__(
             f"This model's maximum context length is {max_len} tokens, but the prompt is too long: "
             f"{number} tokens > {max_len - 1} maximum, which leaves 1 for the response. Shorten it "
-            "or raise serve.max_len.",
+            "or raise serve.max_len (--max-len of lightning-jax serve).",
             reason="too_long",
             key="prompt",
         )

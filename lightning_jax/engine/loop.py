@@ -64,7 +64,9 @@ class EngineLoop(SlotLoop[Request]):
         self._grammars = GrammarCompiler.shared(tokenizer, programs.config.shape.vocab_size, serve)
         served = programs.put_on_mesh(params)
         self._base = frozen_part(served)  # None: each update replaces all weights
-        self._batcher = Batcher(programs, served, version, self._grammars, tokenizer.eos_ids)
+        self._batcher = Batcher(
+            programs, served, version, self._grammars, tokenizer.eos_ids, serve.prefill_s
+        )
         self._published = version
         # Shared between threads, under the lock:
         self._changed = threading.Condition()

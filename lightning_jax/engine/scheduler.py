@@ -1,4 +1,4 @@
-"""Assignment of slots to requests, and of prompt chunks to prefill batches. No JAX."""
+"""Assignment of slots to requests, of time to prompts, and of chunks to batches. No JAX."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -158,3 +158,77 @@ def plan_prefill(
                 batch.append((i, done[i], end))
                 done[i] = end
             yield ChunkBatch(bucket, tuple(batch))
+
+
+@dataclass(frozen=True)
+class Unfilled:
+    """Part of a prompt that is still to be prefilled."""
+
+    start: int  # number of tokens before it
+    number: int  # of tokens in it
+
+
+class Pace:
+    """Time that prefill takes, estimated from parts of prompts that were measured.
+
+    A chunk's work is the number of its tokens and `CHUNK_OVERHEAD`, and it doubles at a context of
+    `even_context` tokens, because there attention takes as long as the rest.
+    """
+
+    def __init__(self, buckets: Sequence[int], even_context: float) -> None:
+        self._buckets, self._even_context = tuple(buckets), even_context
+        self._slowness: float | None = None  # seconds per token of work, None until measured
+
+    def add(self, parts: Sequence[Unfilled], seconds: float) -> None:
+        """Add a measurement. The latest count most, as other work on the machine comes and goes.
+
+        `seconds` may be below 0, as loops that share programs also share the time of compiling.
+        """
+        measured = max(seconds, 0.0) / max(sum(map(self._work, parts)), 1.0)
+        self._slowness = measured if self._slowness is None else (self._slowness + measured) / 2
+
+    def take(self, prompts: Sequence[Unfilled], seconds: float) -> list[Unfilled]:
+        """Return the first parts of the first prompts, as many as fit in the time.
+
+        A part is the whole prompt or whole chunks of it. Before the first measurement it is the
+        shortest chunk of one prompt.
+        """
+        parts: list[Unfilled] = []
+        for prompt in prompts:
+            part = self._fitting(prompt, seconds)
+            if prompt.number and not part.number:
+                break
+            parts.append(part)
+            if part.number < prompt.number or (part.number and self._slowness is None):
+                break
+            seconds -= self._seconds(part)
+        return parts
+
+    def least(self, prompt: Unfilled) -> Unfilled:
+        """Return the first chunk of a prompt, as short as can be."""
+        return self._start(prompt, self._buckets[0])
+
+    def _fitting(self, prompt: Unfilled, seconds: float) -> Unfilled:
+        """Return as much of a prompt as fits in the time."""
+        if self._slowness is None:
+            return self.least(prompt)
+        if self._seconds(prompt) <= seconds:
+            return prompt
+        number = 0
+        for bucket in reversed(self._buckets):
+            while (more := number + bucket) < prompt.number and (
+                self._seconds(self._start(prompt, more)) <= seconds
+            ):
+                number = more
+        return self._start(prompt, number)
+
+    def _start(self, prompt: Unfilled, number: int) -> Unfilled:
+        return Unfilled(prompt.start, min(number, prompt.number))
+
+    def _seconds(self, part: Unfilled) -> float:
+        return (self._slowness or 0.0) * self._work(part)
+
+    def _work(self, part: Unfilled) -> float:
+        plan = plan_chunks(part.number, self._buckets)
+        middle = part.start + part.number / 2
+        return (sum(plan) + CHUNK_OVERHEAD * len(plan)) * (1 + middle / self._even_context)

@@ -83,7 +83,7 @@ class Gateway:
         # None: calls are recorded nowhere, or by another process.
         self.store = store if isinstance(store, Store) else None
         self.model_name = engine.model_name
-        serve, tokenizer = serve or engine.serve, engine.tokenizer
+        serve, tokenizer = (serve or engine.serve).with_sizes(), engine.tokenizer
         self.engine = engine
         self._meters = Meters(engine.stats)
         self.pauses = PausableClock()  # of the deadlines of calls and rollouts
@@ -192,6 +192,10 @@ class Gateway:
     def is_over(self, rollout_id: str) -> bool:
         """Return True if an open rollout gets no more answers, as after too many long prompts."""
         return self._rollouts.is_over(rollout_id)
+
+    def over(self) -> frozenset[str]:
+        """Return the ids of the root spans of all open rollouts that are over. See `is_over`."""
+        return self._rollouts.over()
 
     def lost(self, rollout_id: str) -> Lost:
         """Return the seconds in which all the open rollout's calls in flight waited for a token."""

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lightning_jax.engine.admission import LONGEST_WAIT
 from lightning_jax.gateway.answer import Answer
 
 HUNG_UP = 499  # the client disconnected before the answer; nginx's status for it
@@ -137,5 +138,6 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         for key, value in self._stats().items():
             name, text = f"lightning_{key.replace('/', '_')}", f"The engine's {key}."
-            kind = GaugeMetricFamily if key in PRESENT else CounterMetricFamily
+            is_gauge = key in PRESENT or key == LONGEST_WAIT
+            kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
             yield kind(name, text, value=value)

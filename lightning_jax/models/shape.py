@@ -104,6 +104,20 @@ class DecoderShape:
         blocks, number = self.blocks, len(self.blocks)
         return next(n for n in range(1, number + 1) if blocks[n:] == blocks[: number - n])
 
+    @property
+    def even_context(self) -> float:
+        """Number of tokens whose attention takes as many operations as the layers' weights.
+
+        A token takes 2 for each weight, and 4 for each number of a query and each token it sees.
+        """
+        weights = queries = 0
+        for block in self.blocks:
+            mixer = block.mixer
+            heads = 2 * (mixer.heads + mixer.kv_heads) * mixer.head_dim
+            weights += self.embed_dim * (heads + 3 * block.mlp.size)
+            queries += mixer.heads * mixer.head_dim
+        return weights / (2 * queries)
+
 
 @dataclass(frozen=True)
 class Execution:

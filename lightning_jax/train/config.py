@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.config import MAX_LEN, ServeConfig
 from lightning_jax.models.config import MeshConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.policies import INITIAL, TEACHER, PolicyTable
 from lightning_jax.rl.config import (
@@ -337,7 +337,8 @@ class Config(Section):
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "serve", self.serve.with_sizes())
+        longest = self.batch.row_len or MAX_LEN
+        object.__setattr__(self, "serve", self.serve.with_sizes(longest))
         object.__setattr__(self, "batch", self.batch.with_sizes(self.serve.max_len))
         super().__post_init__()
 

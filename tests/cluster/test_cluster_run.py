@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import toy_agent
 from cluster_runs import SAMPLER, settings
@@ -24,8 +25,8 @@ from lightning_jax.cluster import placing
 from lightning_jax.cluster.actor import SamplerActor
 from lightning_jax.cluster.ray_session import ray_session
 from lightning_jax.models.config import LoraConfig, PolicyConfig
-from lightning_jax.rollouts.agents.outcome import SERVER_LOST
-from lightning_jax.rollouts.config import AgentConfig
+from lightning_jax.rollouts.agents.outcome import CONTEXT_LENGTH, SERVER_LOST
+from lightning_jax.rollouts.config import AgentConfig, RolloutConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
@@ -117,6 +118,31 @@ async def test_a_run_learns_over_three_nodes_and_survives_a_killed_sampler(
         for rollout in run.store.rollouts(step=5):
             calls = [s for s in run.store.spans(rollout.rollout_id) if s.name.startswith("chat")]
             assert [set(s.attributes[attributes.POLICY_VERSIONS]) for s in calls] == [{5}]
+    await until(lambda: not sampler_pids())
+
+
+async def _asks_too_much(task: Task, llm: LLM) -> float:
+    """Run an agent whose later prompts are too long, and that waits once they are not answered."""
+    await toy_agent.run(task, llm)
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        with pytest.raises(openai.NotFoundError):
+            while True:
+                with contextlib.suppress(openai.BadRequestError):
+                    await client.completions.create(model="policy", prompt=[5] * 200)
+    await asyncio.sleep(3600)
+    return 0.0
+
+
+@pytest.mark.slow
+async def test_prompts_that_stay_too_long_end_a_rollout_at_a_sampler(
+    cluster: Any, tmp_path: Path
+) -> None:
+    few = RolloutConfig(tasks_per_step=2, group_size=2)
+    config = settings(cluster, tmp_path, rollout=few)
+    async with open_run(config, TASKS, [], agent=_asks_too_much) as run, asyncio.timeout(60):
+        await run.one_step()
+        reasons = {rollout.reason for rollout in run.store.rollouts(step=0)}
+    assert reasons == {CONTEXT_LENGTH}
     await until(lambda: not sampler_pids())
 
 

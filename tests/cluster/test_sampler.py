@@ -16,6 +16,7 @@ from lightning_jax.cluster.sampler import Sampler, SamplerSpec
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.gateway.app import RolloutSettings
 from lightning_jax.gateway.calls.routing import Routing
+from lightning_jax.gateway.sessions import open_rollouts
 from lightning_jax.models.reshard import copy_to_host
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
@@ -86,6 +87,23 @@ async def test_calls_of_a_rollout_reach_the_runs_store(sampler: Sampler, tmp_pat
         assert call.parent_span_id == opened.root.span_id and call.sequence == 101
         assert call.attributes[attributes.POLICY_VERSIONS] == (3, 3, 3, 3)
         assert traffic.unanswered == () and traffic.loss is None
+
+
+async def test_rollouts_that_are_over_are_in_the_parcels(
+    sampler: Sampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_rollouts, "MAX_REFUSED", 2)
+    with closing(_store(tmp_path, "r", "other")) as store:
+        opened = await sampler.open(RolloutSettings("r", seed=1), "g")
+        await sampler.open(RolloutSettings("other", seed=1), "g")
+        client = openai.AsyncOpenAI(base_url=opened.llm.base_url, api_key=opened.llm.api_key)
+        async with drained(sampler, store):
+            for _ in range(2):
+                assert sampler.gateway.over() == frozenset()
+                with pytest.raises(openai.BadRequestError):
+                    await client.completions.create(model="policy", prompt=[5] * 1000)
+        assert (await sampler.take([])).over == {opened.root.span_id}
+        await client.close()
 
 
 async def test_a_call_waits_for_the_store(sampler: Sampler, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from engine_bench import SERVE, Bench, full_logprobs, greedy
 
-from lightning_jax.engine import batcher
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import SlotPrograms
 from lightning_jax.engine.engine import Engine
@@ -353,24 +352,6 @@ async def test_no_compile_after_warmup():
     assert stats["serve/compiles"] == compiles
     assert stats["serve/prefix_hit_tokens"] > 1000 and stats["serve/prefix_cache_evicted_pages"] > 0
     loop.close()
-
-
-async def test_long_prompts_begin_over_several_turns(bench: Bench, monkeypatch):
-    """A running request gets tokens in between."""
-    monkeypatch.setattr(batcher, "PROMPT_TOKENS", 60)
-    begun: list[int] = []
-    begin = bench.loop._batcher._prompts.begin
-
-    def counting(params, version, state, admissions):
-        begun.append(len(admissions))
-        return begin(params, version, state, admissions)
-
-    monkeypatch.setattr(bench.loop._batcher._prompts, "begin", counting)
-    with bench.loop._changed:  # all arrive in one turn
-        open_ = [bench.loop.submit([number] * 40, greedy(4)) for number in range(1, 5)]
-    for generation in open_:
-        assert (await generation.result()).finish_reason == "length"
-    assert sum(begun) == 4 and max(begun) == 2
 
 
 async def test_an_engine_runs_the_loop_of_a_file(model, bench: Bench, tmp_path):

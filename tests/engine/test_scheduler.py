@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_jax.engine.scheduler import Scheduler, plan_chunks, plan_prefill, row_counts
+from lightning_jax.engine.scheduler import (
+    Pace,
+    Scheduler,
+    Unfilled,
+    plan_chunks,
+    plan_prefill,
+    row_counts,
+)
 
 
 def test_waits_for_a_slot_in_order():
@@ -161,3 +168,42 @@ def test_every_token_is_computed_once_and_in_order(lengths, sizes, slots):
             assert first == done[prompt] and 0 < end - first <= batch.bucket
             done[prompt] = end
     assert done == lengths
+
+
+def test_a_pace_estimates_by_chunks_and_context():
+    pace = Pace((8, 32), even_context=100.0)
+    # Unmeasured: the shortest chunk of one prompt, after those that need nothing.
+    nothing, long = Unfilled(20, 0), Unfilled(0, 100)
+    assert pace.take([nothing, long, long], 9.0) == [nothing, Unfilled(0, 8)]
+    assert pace.least(long) == Unfilled(0, 8) and pace.least(Unfilled(40, 3)) == Unfilled(40, 3)
+    # 32 tokens around position 100 are (32 + 32) * 2 of work, at 2 s each.
+    pace.add([Unfilled(84, 32)], 256.0)
+    assert pace.take([Unfilled(84, 32)], 256.1) == [Unfilled(84, 32)]
+    assert pace.take([Unfilled(84, 32)], 240.0) == [Unfilled(84, 8)]  # 2 * 40 * 1.88 s
+    assert pace.take([Unfilled(84, 32)], 150.0) == []
+    # The first takes 2 * 64 * 1.16 = 148.5 s, and 8 of the second 2 * 40 * 1.04 = 83.2.
+    assert pace.take([Unfilled(0, 32), long, long], 232.0) == [Unfilled(0, 32), Unfilled(0, 8)]
+    assert pace.take([Unfilled(0, 32), nothing, long], 231.0) == [Unfilled(0, 32), nothing]
+    # Then the machine is twice as slow: 3 s on average.
+    pace.add([Unfilled(84, 32)], 512.0)
+    assert pace.take([Unfilled(84, 32)], 383.0) == [Unfilled(84, 24)]
+    assert pace.take([Unfilled(84, 32)], 384.1) == [Unfilled(84, 32)]
+    pace.add([Unfilled(84, 32)], -1.0)  # 1.5 s on average
+    assert pace.take([Unfilled(84, 32)], 193.0) == [Unfilled(84, 32)]
+    assert pace.take([Unfilled(84, 32)], 191.0) == [Unfilled(84, 24)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), min_size=1, max_size=6),
+    st.sets(st.integers(1, 300), min_size=1, max_size=4),
+    st.floats(0.0, 1e4),
+)
+def test_parts_of_prompts_begin_where_these_do(prompts, buckets, seconds):
+    unfilled = [Unfilled(*prompt) for prompt in prompts]
+    pace = Pace(sorted(buckets), even_context=300.0)
+    for _ in range(2):
+        parts = pace.take(unfilled, seconds)
+        for part, prompt in zip(parts, unfilled, strict=False):
+            assert part.start == prompt.start and part.number <= prompt.number
+        assert all(p == u for p, u in zip(parts[:-1], unfilled, strict=False))
+        pace.add([Unfilled(0, 10)], 10.0)

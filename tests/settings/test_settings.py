@@ -36,7 +36,7 @@ def test_later_layers_win(tmp_path: Path) -> None:
         ("serve.slots=0", "out_of_range", "serve.slots"),
         ("serve.prefix_cache_mib=-1", "out_of_range", "serve.prefix_cache_mib"),
         ("batch.head_chunk=7 batch.max_targets=1024", "conflict", "batch.head_chunk"),
-        ("batch.row_len=64", "conflict", "batch.row_len"),
+        ("serve.max_len=128 batch.row_len=64", "conflict", "batch.row_len"),
         ("learning_rate=1e-5", "unknown", "learning_rate"),
         ("algorithm.loss=ppo", "unknown", "algorithm.loss"),
         ("algorithm.loss=gspo algorithm.clip_low=3e-4", "conflict", "algorithm.clip_low"),
@@ -314,6 +314,7 @@ def test_sections_that_are_not_asked_for_may_be_of_another_release(tmp_path: Pat
         ("batch.max_targets=1000", (1024, 1000, 250), (32, 128, 512)),
         ("batch.max_targets=509", (1024, 509, 509), (32, 128, 512)),  # a prime
         ("batch.row_len=4096 serve.prefill_buckets=[64]", (4096, 4096, 256), (64,)),
+        ("batch.row_len=300", (300, 1024, 256), (32, 128)),
     ],
 )
 def test_sizes_follow_from_others(
@@ -323,8 +324,10 @@ def test_sizes_follow_from_others(
     batch = config.batch
     assert (batch.row_len, batch.max_targets, batch.head_chunk) == sizes
     assert config.serve.prefill_buckets == buckets
+    assert config.serve.max_len <= batch.row_len
     given = {setting.partition("=")[0] for setting in settings.split()}
     names = ("batch.row_len", "batch.max_targets", "batch.head_chunk", "serve.prefill_buckets")
+    names += ("serve.max_len",)
     assert derived.keys() == {*names} - given
     save_config(config, tmp_path / "config.yaml")
     assert OmegaConf.load(tmp_path / "config.yaml").batch.row_len == sizes[0]

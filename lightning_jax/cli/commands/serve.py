@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_jax.cli.command import Command, UsageError, flag
-from lightning_jax.engine.config import ServeConfig
+from lightning_jax.engine.config import LONGEST, ServeConfig
 from lightning_jax.errors import InvalidValue, UserError
 from lightning_jax.models.config import ModelConfig
 from lightning_jax.models.model_files import local_path
@@ -27,6 +27,8 @@ class ServerConfig(Section):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    fits_slots: bool = True
+    """Serve fewer requests at once than serve.slots where memory is short of a long context."""
     any_model: bool = False
     """Answer for unknown model names, as under the URL of a rollout."""
     record: str | None = None
@@ -82,8 +84,17 @@ class Serve(Command):
     )
     host: str = _serve_flag("address to listen on", "host")
     port: int = _serve_flag("port to listen on, 0 for any free one", "port")
-    slots: int = _serve_flag("number of requests decoded at once, per copy of the model", "slots")
-    max_len: int = _serve_flag("maximum number of tokens of prompt plus response", "max_len")
+    slots: int | None = flag(
+        "number of requests decoded at once, per copy of the model (default: "
+        f"{ServeConfig.slots}, or as many as fit in memory)"
+    )
+    max_len: int | None = flag(
+        "maximum number of tokens of prompt plus response (default: the model's positions, at most "
+        f"{LONGEST}, as far as memory allows with 2 slots)"
+    )
+    prefill_s: float = _serve_flag(
+        "longest time in seconds that prompts hold up the next token of a response", "prefill_s"
+    )
     prefix_cache_mib: float | None = flag(
         "memory for cached prompts in MiB, 0 for none (default: as much as the slots, if it fits)"
     )
@@ -137,9 +148,12 @@ class Serve(Command):
     def _config(self) -> ServerConfig:
         model = {name: getattr(self, name) for name in _MODEL_FLAGS}
         model["chat_template_kwargs"] = self.chat_template_kwargs or {}
+        serve = {name: getattr(self, name) for name in _SERVE_FLAGS}
+        serve["slots"] = self.slots or ServeConfig.slots
         return ServerConfig(
             model=ModelConfig(name=self.model, **model),
-            serve=ServeConfig(**{name: getattr(self, name) for name in _SERVE_FLAGS}),
+            serve=ServeConfig(**serve),
+            fits_slots=self.slots is None,
             any_model=self.any_model,
             record=self.record,
             drain_s=self.drain_s,

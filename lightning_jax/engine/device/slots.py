@@ -74,6 +74,7 @@ class SlotPrograms:
         dtype: str = "float32",
         mesh: jax.sharding.Mesh | None = None,
     ) -> None:
+        serve = serve.with_sizes(config.shape.max_positions)
         if serve.max_len > config.shape.max_positions:
             raise ConfigError.out_of_range(
                 "serve.max_len",
@@ -91,8 +92,7 @@ class SlotPrograms:
         self.num_slots, self.max_len = serve.slots, serve.max_len
         default_steps = _default_steps(config, self._platform)
         self.steps_per_dispatch = serve.steps_per_dispatch or default_steps
-        buckets = serve.with_sizes().prefill_buckets
-        lengths = {min(bucket, serve.max_len) for bucket in buckets}
+        lengths = {min(bucket, serve.max_len) for bucket in serve.prefill_buckets}
         self.buckets = tuple(sorted(lengths))
         tokens = max(PREFILL_TOKENS, self.buckets[-1])
         self._chunks_at_once = {b: row_counts(b, tokens, serve.slots) for b in self.buckets}

@@ -340,6 +340,10 @@ class OpenRollouts:
         rollout = self._by_id.get(rollout_id)
         return rollout is not None and rollout.is_over
 
+    def over(self) -> frozenset[str]:
+        """Return the ids of the root spans of all rollouts that are over. See `is_over`."""
+        return frozenset(r.root.span_id for r in self._by_id.values() if r.is_over)
+
     def activity(self) -> tuple[RolloutActivity, ...]:
         """Return the open rollouts, longest-running first."""
         activities = [

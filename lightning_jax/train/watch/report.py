@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lightning_jax.engine.admission import LONGEST_WAIT
 from lightning_jax.rollouts.results.failures import failures
 from lightning_jax.system.text import printable
 from lightning_jax.traces.store import Store
@@ -63,7 +64,7 @@ def serve_metrics(before: Metrics, after: Metrics) -> Metrics:
         "serve/prefix_hit_share": did["serve/prefix_hit_tokens"] / max(prompt, 1.0),
         "serve/compiles": after["serve/compiles"],
         **{f"serve/{name}": did[f"serve/{name}"] for name in SERVED},
-        **{name: after[name] for name in SAMPLERS if name in after},
+        **{name: after[name] for name in (*SAMPLERS, LONGEST_WAIT) if name in after},
     }
 
 

@@ -146,7 +146,7 @@ def test_the_pool_is_as_large_as_asked_but_not_larger_than_it_can_be_used():
     assert fewest_pages(ServeConfig(slots=8, max_len=2048), size) == 256
     assert fewest_pages(ServeConfig(slots=8, max_len=16 * 500), size) == 500
     assert fewest_pages(ServeConfig(slots=1, max_len=160), size) == 80
-    off = copier(ServeConfig(prefix_cache_mib=0.0))
+    off = copier(ServeConfig(max_len=1024, prefix_cache_mib=0.0))
     cache, pool = off.warmup(init_cache(SHAPE, 1, 16), off.init_pool())
     assert off.num_pages == 0
     assert [held.layers[0].keys[0].shape[0] for held in (pool, cache)] == [0, 1]

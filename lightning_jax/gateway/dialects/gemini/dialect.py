@@ -75,6 +75,10 @@ class GeminiReply(Reply):
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         return self._finished(answers, shows_text=True)
 
+    def keep_alive(self) -> Iterable[Event]:
+        # Without a part, Google's own clients would drop the whole answer from a chat's history.
+        yield self._response([self._candidate(0, [], None)])
+
     def delta(self, delta: Delta) -> Iterable[Event]:
         tokens = delta.chunk if self.request.logprobs else None
         if delta.text or tokens:
