@@ -305,8 +305,8 @@ class StreamDecoder:
             return self._add(visible)
         texts: list[str] = []
         for joins, run in itertools.groupby(visible, self._tokenizer.pieces.joins):
-            ids = list(run)
-            runs = [ids] if joins and not self._fresh else [[token_id] for token_id in ids]
+            ids, is_whole = list(run), joins and not self._fresh and not self._is_torn()
+            runs = [ids] if is_whole else [[token_id] for token_id in ids]
             texts += map(self._add, runs)
         return "".join(texts)
 
@@ -330,6 +330,10 @@ class StreamDecoder:
         piece = self._fresh_text()[self._given :]
         self._context, self._fresh, self._given = self._context + self._fresh, [], 0
         return piece
+
+    def _is_torn(self) -> bool:
+        """Return True if the context ends within a character."""
+        return bool(self._context) and self._decode(self._context).endswith(_REPLACEMENT)
 
     def _fresh_text(self) -> str:
         if not self._context:

@@ -413,6 +413,13 @@ def test_tokens_added_together_are_decoded_together(
     assert sum(decoded) <= 150
 
 
+def test_tokens_added_together_after_a_torn_character_are_those_of_one_after_another() -> None:
+    first, *rest = TINY.encode("└")
+    single, stream = (StreamDecoder(TINY, context=[first]) for _ in range(2))
+    text = "".join(map(single.push, rest)) + single.flush()
+    assert stream.extend(rest) + stream.flush() == text
+
+
 def test_limits_that_training_left_in_the_file_are_not_ours(tmp_path: Path) -> None:
     ours = tiny_tokenizer()
     ours.save(tmp_path)

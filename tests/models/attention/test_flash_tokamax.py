@@ -3,6 +3,7 @@
 Tests that run or compile them are skipped without the extra `tokamax`.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -20,6 +21,7 @@ from jax.sharding import NamedSharding
 from lightning_jax.models.attention import attention, flash_gpu, flash_tokamax
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import batch_sharding, make_mesh
+from lightning_jax.train.memory.targets import target_devices
 
 needs_tokamax = pytest.mark.skipif(
     importlib.util.find_spec("tokamax") is None, reason="the extra tokamax is not installed"
@@ -133,15 +135,29 @@ def test_bfloat16_agrees_with_all_scores_at_once() -> None:
         np.testing.assert_allclose(np.float32(a) / scale, b / scale, atol=0.02)
 
 
-@pytest.fixture
-def absent(h100: Sequence[Any], monkeypatch: Any) -> Iterator[Any]:
-    """Return a mesh of an H100 that is not here, for which everything is compiled."""
-    mesh = make_mesh(MeshConfig(fsdp=1), h100)
+@contextlib.contextmanager
+def compiling(config: MeshConfig, devices: Sequence[Any]) -> Iterator[Any]:
+    """Compile for a mesh of GPUs that are not here."""
+    mesh = make_mesh(config, devices)
     caching = jax.config.jax_enable_compilation_cache  # pyright: ignore
     jax.config.update("jax_enable_compilation_cache", False)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(h100[0]):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(devices[0]):
         yield mesh
     jax.config.update("jax_enable_compilation_cache", caching)
+
+
+def lowered_gradient(mesh: Any, length: int, heads: tuple[int, int], size: int) -> Any:
+    place = NamedSharding(mesh, batch_sharding(mesh).spec)
+    arrays = [
+        jax.ShapeDtypeStruct((4, length, number, size), jnp.bfloat16, sharding=place)
+        for number in (heads[0], heads[1], heads[1])
+    ]
+    ends = jax.ShapeDtypeStruct((4, length), jnp.int32, sharding=place)
+
+    def loss(queries: Any, keys: Any, values: Any, ends: Any) -> Any:
+        return attention.attend_tree(queries, keys, values, ends).astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays, ends)
 
 
 @needs_tokamax
@@ -155,23 +171,24 @@ def absent(h100: Sequence[Any], monkeypatch: Any) -> Iterator[Any]:
     ],
 )
 def test_gradient_is_three_kernels_in_one_graph(
-    length: int, heads: tuple[int, int], size: int, temp_mb: int, absent: Any
+    length: int, heads: tuple[int, int], size: int, temp_mb: int, h100: Sequence[Any]
 ) -> None:
-    place = NamedSharding(absent, batch_sharding(absent).spec)
-    arrays = [
-        jax.ShapeDtypeStruct((4, length, number, size), jnp.bfloat16, sharding=place)
-        for number in (heads[0], heads[1], heads[1])
-    ]
-    ends = jax.ShapeDtypeStruct((4, length), jnp.int32, sharding=place)
-
-    def loss(queries: Any, keys: Any, values: Any, ends: Any) -> Any:
-        return attention.attend_tree(queries, keys, values, ends).astype(jnp.float32).sum()
-
-    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays, ends)
-    text = lowered.as_text()
+    with compiling(MeshConfig(fsdp=1), h100) as mesh:
+        lowered = lowered_gradient(mesh, length, heads, size)
+        text, counts = lowered.as_text(), count_program(lowered, 0)
     assert text.count("custom_call @mosaic_gpu_v2(") == 3
     assert "__gpu$xla.gpu.triton" not in text
-    counts = count_program(lowered, 0)
     assert (counts.launches, counts.graphs, counts.reads) == (1, 1, 0)
     assert counts.kernels <= 30
     assert counts.temp_bytes <= temp_mb * 1e6
+
+
+@needs_tokamax
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"fsdp": 1, "tensor": 2}], ids=str)
+def test_two_gpus_run_three_kernels_each(sizes: dict[str, int], h100: Sequence[Any]) -> None:
+    devices, _ = target_devices("h100:2")
+    with compiling(MeshConfig(**sizes), devices) as mesh:
+        lowered = lowered_gradient(mesh, 512, (8, 4), 64)
+        assert count_program(lowered, 0).reads == 0
+    assert lowered.as_text().count("custom_call @mosaic_gpu_v2(") == 3
