@@ -87,8 +87,8 @@ class SlotPrograms:
         turned = dtype == "float32" and on_one_cpu
         self.config, self.mesh = config.with_execution(turned=turned), mesh
         # The frozen weights beside adapters are those of the trainer, which has them one by one.
-        is_own = config.execution.lora is None
-        self._stacks = self._platform == "gpu" and is_own and can_stack(config)
+        has_adapters = config.execution.lora is not None
+        self._stacks = self._platform == "gpu" and not has_adapters and can_stack(config)
         self.num_slots, self.max_len = serve.slots, serve.max_len
         default_steps = _default_steps(config, self._platform)
         self.steps_per_dispatch = serve.steps_per_dispatch or default_steps
