@@ -31,14 +31,21 @@ class SmallFields(Fields):
 
     family: str
 
+    @property
+    def where(self) -> object:
+        return "a small model"
+
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         is_tied = self.family != "qwen3"
-        return Sizes(self.family, 259, 16, 24, 2, 4, 2, 6, 1e-5, is_tied, 2048)
+        num_layers = 4 if self.family == "smollm3" else 2
+        return Sizes(self.family, 259, 16, 24, num_layers, 4, 2, 6, 1e-5, is_tied, 2048)
 
-    def rope(self, head_dim: int) -> Rope:
+    def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         return Rope(500000.0, SCALING if self.family == "llama" else None)
 
-    def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
+    def value(
+        self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None
+    ) -> K:
         assert default is not None
         return default
 

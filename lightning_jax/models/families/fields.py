@@ -62,19 +62,27 @@ class Fields(ABC):
     Every method raises ModelError for a value that no model can have, or that is not supported.
     """
 
+    @property
+    @abstractmethod
+    def where(self) -> object:
+        """Return the file, as errors name it."""
+
     @abstractmethod
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         """Return the sizes. `head_dim` is that of a file without one, by default embed / heads."""
 
     @abstractmethod
-    def rope(self, head_dim: int) -> Rope:
-        """Return the rotary positions that all layers of the file share."""
+    def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
+        """Return the rotary positions that layers share. `theta` is that of a file without one."""
 
     @abstractmethod
-    def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
+    def value(
+        self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None
+    ) -> K:
         """Return a field by its name in config.json, or in GGUF after the architecture's.
 
-        Without a default the file must have it.
+        A name is None if no file of that kind has the field. Without a default the file must have
+        it.
         """
 
     @abstractmethod

@@ -59,6 +59,11 @@ class GgufFields(Fields):
     family: str
     file: Contents
 
+    @property
+    def where(self) -> object:
+        """Return the file. See `Fields`."""
+        return WHERE
+
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         """Return the sizes. The file has that of a head if it is not embed / heads."""
         names, file, tensors = self._names, self.file, self._tensors
@@ -85,10 +90,10 @@ class GgufFields(Fields):
             max_positions=file.needed(names["max_positions"], int, 2048),
         )
 
-    def rope(self, head_dim: int) -> Rope:
+    def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         """Return the rotary positions. See `Fields`."""
         file, name = self.file, self.family
-        theta = file.needed(self._names["rope_theta"], float, 10000.0)
+        theta = file.needed(self._names["rope_theta"], float, theta)
         theta = require_positive(WHERE, self._names["rope_theta"], theta)
         factors = self._tensors.get("rope_freqs.weight")
         kind = file.needed(f"{name}.rope.scaling.type", str, "none") if factors is None else "none"
@@ -97,8 +102,12 @@ class GgufFields(Fields):
         )
         return Rope(theta, None if factors is None else _rope_scaling(factors, head_dim, theta))
 
-    def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
+    def value(
+        self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None
+    ) -> K:
         """Return a field of the metadata. See `Fields`."""
+        if gguf is None and default is not None:
+            return default
         return self.file.needed(f"{self.family}.{gguf}", kind, default)
 
     def require(self, **values: Any) -> None:

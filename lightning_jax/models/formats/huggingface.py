@@ -80,6 +80,11 @@ class ConfigFields(Fields):
     path: Path
     fields: dict[str, Any]
 
+    @property
+    def where(self) -> object:
+        """Return the file. See `Fields`."""
+        return self.path
+
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         """Return the sizes. See `Fields`."""
         fields = self.fields
@@ -104,13 +109,13 @@ class ConfigFields(Fields):
             max_positions=fields.get("max_position_embeddings", 2048),
         )
 
-    def rope(self, head_dim: int) -> Rope:
+    def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         """Return the rotary positions. See `Fields`."""
         # Newer files keep all fields in "rope_parameters". Older files keep theta at the top level.
         rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
         if not isinstance(rope, dict):
             raise unusable(self.path, "rope_parameters", rope, "an object")
-        theta = rope.get("rope_theta", self.fields.get("rope_theta", 10000.0))
+        theta = rope.get("rope_theta", self.fields.get("rope_theta", theta))
         theta = require_positive(self.path, "rope_theta", theta)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
@@ -123,17 +128,19 @@ class ConfigFields(Fields):
             )
         return Rope(theta, checked_scaling(self.path, rope))
 
-    def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
+    def value(
+        self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None
+    ) -> K:
         """Return a field of config.json. See `Fields`."""
-        value = self.fields.get(config)
+        value = self.fields.get(config or "")
         value = default if value is None else value
         if value is None:
             raise ModelError.missing(
-                config, f"{self.path} lacks {config}; copy the config.json of the model there"
+                str(config), f"{self.path} lacks {config}; copy the config.json of the model there"
             )
         is_number = kind is float and type(value) is int
         if type(value) is not kind and not is_number:
-            raise unusable(self.path, config, value, f"a value of type {kind.__name__}")
+            raise unusable(self.path, str(config), value, f"a value of type {kind.__name__}")
         return kind(value) if is_number else value  # type: ignore[call-arg]
 
     def require(self, **values: Any) -> None:

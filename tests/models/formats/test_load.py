@@ -43,7 +43,7 @@ def test_a_saved_model_loads_again(family, tmp_path):
 
 
 def test_a_family_names_the_format_of_its_tool_calls_unless_the_settings_do(tmp_path):
-    for family, expected in (("mistral", "mistral"), ("olmo2", "")):
+    for family, expected in (("mistral", "mistral"), ("smollm3", "hermes"), ("olmo2", "")):
         path = str(tmp_path / family)
         save_hf(path, variant(family))
         assert load_model(path).tokenizer.tool_format == expected
@@ -144,6 +144,11 @@ def test_wrong_gguf_files_are_refused(tmp_path):
             {"quantization_config": {"quant_method": "fp8"}},
             "unsupported",
             "quantization_config",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "malformed", "no_rope_layers"),
+        (
+            {"model_type": "smollm3", "no_rope_layer_interval": 0},
+            *("malformed", "no_rope_layer_interval"),
         ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "unsupported", "rope_type"),
         ({"intermediate_size": 65}, "mismatch", "model.layers.0.mlp.down_proj.weight"),

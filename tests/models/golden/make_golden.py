@@ -32,6 +32,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 HERE = Path(__file__).parent
@@ -68,6 +70,15 @@ FAMILIES = {
         MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False),
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES, tie_word_embeddings=False)),
+    "smollm3": (  # five layers, so that the pattern of four ends within its second turn
+        SmolLM3ForCausalLM,
+        SmolLM3Config(
+            **SIZES | {"num_hidden_layers": 5},
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        ),
+    ),
 }
 TEXT = (
     "<|im_start|>user\nHow many of the 12345 singers are from São Paulo?  Naïve 你好 it's"
