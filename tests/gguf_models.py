@@ -22,6 +22,19 @@ from lightning_jax.testing.tiny import tiny_model
 TINY = tiny_model()
 SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
 NUMBER, REAL, FLAG = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.BOOL
+# Fields of Granite's models, in config.json, and in GGUF after the architecture.
+FACTORS = {
+    "attention_multiplier": ("attention.scale", 0.3),
+    "residual_multiplier": ("residual_scale", 0.22),
+    "embedding_multiplier": ("embedding_scale", 12.0),
+    "logits_scaling": ("logit_scale", 1.5),
+}
+OWN: dict[str, Any] = {name: value for name, (_, value) in FACTORS.items()} | {
+    "shared_intermediate_size": 20,
+    "num_local_experts": 0,
+    "layer_types": ["attention", "attention"],
+    "position_embedding_type": "rope",
+}
 TEXT, ARRAY, SIGNED = GGUFValueType.STRING, GGUFValueType.ARRAY, GGUFValueType.INT32
 
 
@@ -46,8 +59,9 @@ class SmallFields(Fields):
     def value(
         self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None
     ) -> K:
-        assert default is not None
-        return default
+        value = OWN.get(config or "", default) if self.family.startswith("granite") else default
+        assert isinstance(value, kind)
+        return value
 
     def require(self, **values: Any) -> None:
         pass
@@ -126,6 +140,8 @@ def write_gguf(
         "tokenizer.ggml.eos_token_id": (258, NUMBER),
         "tokenizer.chat_template": (model.tokenizer.template, TEXT),
     }
+    if family == "granite":
+        values |= {f"{family}.{name}": (value, REAL) for name, value in FACTORS.values()}
     writer = gguf.GGUFWriter(path, family)
     for name, value in (values | dict(fields)).items():
         writer.add_key_value(name, *value)

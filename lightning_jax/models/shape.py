@@ -39,6 +39,7 @@ class Attention:
     bias: bool = False  # added to queries, keys and values, as in Qwen2
     # RMS norm of queries and keys: of each head, as in Qwen3, or of all heads, as in OLMo 2.
     qk_norm: Literal["head", "projection"] | None = None
+    scale: float | None = None  # of the products of queries and keys; None: head_dim**-0.5
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -66,6 +67,7 @@ class Block:
     mixer: Attention
     mlp: Dense
     norms: Literal["before", "after"] = "before"  # of the mixer and the MLP, or of their results
+    residual_scale: float = 1.0  # of the results that are added to the layer's input
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class DecoderShape:
     embed_dim: int
     blocks: tuple[Block, ...]
     norm: Norm = Norm()
+    embed_scale: float = 1.0  # of the embeddings, not of tied output weights
+    logit_divisor: float = 1.0
     tie_embeddings: bool = True
     max_positions: int = 2048
     family: str = "llama"  # name in a saved model, see families/

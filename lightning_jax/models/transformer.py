@@ -139,7 +139,8 @@ def _forward_recomputing(
 
 def _embed(params: Params, config: DecoderConfig, tokens: Int[Array, "B T"]) -> Hidden:
     x = _look_up(jnp.asarray(params["embed"]["embedding"]), tokens)
-    return x.astype(config.execution.activation_dtype or x.dtype)
+    x = x.astype(config.execution.activation_dtype or x.dtype)
+    return x if config.shape.embed_scale == 1.0 else x * config.shape.embed_scale
 
 
 @jax.custom_vjp
@@ -268,6 +269,14 @@ def unembed(
     params: Params, config: DecoderConfig, hidden: Float[Array, "*rows E"]
 ) -> Float[Array, "*rows V"]:
     """Return float32 logits."""
+    logits = _products_with_head(params, config, hidden)
+    divisor = config.shape.logit_divisor
+    return logits if divisor == 1.0 else logits / divisor
+
+
+def _products_with_head(
+    params: Params, config: DecoderConfig, hidden: Float[Array, "*rows E"]
+) -> Float[Array, "*rows V"]:
     tied = config.shape.tie_embeddings
     if config.execution.turned:
         kernel = params["embed"]["embedding"] if tied else params["head"]["kernel_t"]

@@ -53,7 +53,7 @@ def write_dense(shape: DecoderShape) -> dict[str, Any]:
     """
     mixer, mlp = shape.blocks[0].mixer, shape.blocks[0].mlp
     ropes = {block.mixer.rope for block in shape.blocks if block.mixer.rope is not None}
-    assert len({_without_rope(block) for block in shape.blocks}) == 1 and len(ropes) <= 1
+    assert len({without_rope(block) for block in shape.blocks}) == 1 and len(ropes) <= 1
     rope = next(iter(ropes)) if ropes else Rope()
     fields: dict[str, Any] = {
         "vocab_size": shape.vocab_size,
@@ -75,5 +75,6 @@ def write_dense(shape: DecoderShape) -> dict[str, Any]:
     return fields
 
 
-def _without_rope(block: Block) -> Block:
+def without_rope(block: Block) -> Block:
+    """Return the block with queries and keys that are not rotated."""
     return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, rope=None))

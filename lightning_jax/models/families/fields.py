@@ -85,6 +85,11 @@ class Fields(ABC):
         it.
         """
 
+    def factor(self, config: str | None, gguf: str | None, default: float | None = None) -> float:
+        """Return a field that is a finite number above 0. See `value`."""
+        name = config or gguf or ""
+        return require_positive(self.where, name, self.value(config, gguf, float, default))
+
     @abstractmethod
     def require(self, **values: Any) -> None:
         """Refuse a config.json with other values of these fields. GGUF has no such fields."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from lightning_jax.models.families.dense import NO_WINDOW, read_dense, write_dense
+from lightning_jax.models.families.dense import NO_WINDOW, read_dense, without_rope, write_dense
 from lightning_jax.models.families.family import Family
 from lightning_jax.models.families.fields import Fields
 from lightning_jax.models.families.llama import WEIGHTS
@@ -25,11 +25,9 @@ def read(fields: Fields) -> DecoderShape:
     rotated = fields.value(_LAYERS, None, list, usual)  # 1 or 0 for each layer
     if len(rotated) < shape.num_layers or any(flag not in (0, 1) for flag in rotated):
         raise unusable(fields.where, _LAYERS, rotated, f"{shape.num_layers} times 0 or 1")
-    return replace(shape, blocks=tuple(map(_with_rope, shape.blocks, rotated)))
-
-
-def _with_rope(block: Block, is_rotated: int) -> Block:
-    return block if is_rotated else replace(block, mixer=replace(block.mixer, rope=None))
+    pairs = zip(shape.blocks, rotated, strict=False)  # the list may be longer, as in transformers
+    blocks = [block if is_rotated else without_rope(block) for block, is_rotated in pairs]
+    return replace(shape, blocks=tuple(blocks))
 
 
 def write(shape: DecoderShape) -> dict[str, Any]:
@@ -50,7 +48,7 @@ FAMILY = Family(
         "HuggingFaceTB/SmolLM3-3B": DecoderShape(
             vocab_size=128256,
             embed_dim=2048,
-            blocks=9 * (3 * (_3B,) + (_with_rope(_3B, 0),)),
+            blocks=9 * (3 * (_3B,) + (without_rope(_3B),)),
             norm=Norm(1e-6),
             max_positions=65536,
             family="smollm3",

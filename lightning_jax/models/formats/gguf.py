@@ -84,8 +84,7 @@ class GgufFields(Fields):
             num_heads=heads,
             num_kv_heads=file.needed(names["num_kv_heads"], int, heads),
             head_dim=file.needed(names["head_dim"], int, embed_dim // heads if heads > 0 else None),
-            # The decimal from which the float32 was written: 9.99999974e-06 gives 1e-05.
-            norm_eps=float(np.format_float_positional(np.float32(eps), unique=True)),
+            norm_eps=_decimal(eps),
             tie_embeddings=_OUTPUT not in tensors or repeated_embedding(tensors) is not None,
             max_positions=file.needed(names["max_positions"], int, 2048),
         )
@@ -108,7 +107,8 @@ class GgufFields(Fields):
         """Return a field of the metadata. See `Fields`."""
         if gguf is None and default is not None:
             return default
-        return self.file.needed(f"{self.family}.{gguf}", kind, default)
+        value = self.file.needed(f"{self.family}.{gguf}", kind, default)
+        return _decimal(value) if isinstance(value, float) else value  # type: ignore[return-value]
 
     def require(self, **values: Any) -> None:
         """Accept the file, which has no such fields."""
@@ -120,6 +120,11 @@ class GgufFields(Fields):
     @property
     def _tensors(self) -> dict[str, ReaderTensor]:
         return {tensor.name: tensor for tensor in self.file.tensors}
+
+
+def _decimal(value: float) -> float:
+    """Return the decimal from which a float32 was written: 9.99999974e-06 gives 1e-05."""
+    return float(np.format_float_positional(np.float32(value), unique=True))
 
 
 def repeated_embedding(tensors: Mapping[str, ReaderTensor]) -> tuple[str, str] | None:

@@ -232,7 +232,8 @@ def write_model(
     ends = sorted(eos_ids)
     eos = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
     fields = {"architectures": [family.architecture], "model_type": family.name}
-    fields |= family.write(shape) | {"dtype": dtype} | eos
+    # Without the field, transformers takes an id that a small vocabulary may not have.
+    fields |= family.write(shape) | {"dtype": dtype, "pad_token_id": None} | eos
     write_json(directory / "config.json", fields)
     # The library makes the file readable only by its owner.
     shutil.copymode(directory / "config.json", directory / "model.safetensors")

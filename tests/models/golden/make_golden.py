@@ -22,6 +22,10 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -54,7 +58,30 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,  # so that all three bands of frequencies occur
 }
+FACTORS: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 1.5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 FAMILIES = {
+    "granite": (GraniteForCausalLM, GraniteConfig(**SIZES, **FACTORS)),
+    "granitemoehybrid": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(
+            **SIZES,
+            **FACTORS,
+            shared_intermediate_size=20,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            layer_types=["attention"] * SIZES["num_hidden_layers"],
+            position_embedding_type="rope",
+            mamba_n_heads=1,
+            tie_word_embeddings=True,
+        ),
+    ),
     "llama": (
         LlamaForCausalLM,
         LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False),
