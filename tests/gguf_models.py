@@ -11,11 +11,11 @@ import numpy as np
 from gguf import GGUFValueType
 
 from lightning_jax.models.attention.attention import rope_frequencies
-from lightning_jax.models.families.fields import Fields, K, Sizes
+from lightning_jax.models.families.fields import Fields, K, Sizes, long_growth
 from lightning_jax.models.families.table import FAMILIES
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
-from lightning_jax.models.shape import DecoderConfig, Rope, RopeScaling
+from lightning_jax.models.shape import DecoderConfig, LongRope, Rope, RopeScaling
 from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
@@ -51,10 +51,15 @@ class SmallFields(Fields):
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         is_tied = self.family != "qwen3"
         num_layers = 4 if self.family == "smollm3" else 2
-        return Sizes(self.family, 259, 16, 24, num_layers, 4, 2, 6, 1e-5, is_tied, 2048)
+        embed_dim = 24 if self.family == "phi3" else 16  # whose heads are all of it
+        return Sizes(self.family, 259, embed_dim, 24, num_layers, 4, 2, 6, 1e-5, is_tied, 2048)
 
     def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         return Rope(500000.0, SCALING if self.family == "llama" else None)
+
+    def long_rope(self, head_dim: int) -> Rope:
+        growth = long_growth(2048, 8192)
+        return Rope(1000.0, LongRope((1.5, 2.5), (3.0, 9.0), 2048, 8192, growth), 4)
 
     def value(
         self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None
@@ -142,6 +147,13 @@ def write_gguf(
     }
     if family == "granite":
         values |= {f"{family}.{name}": (value, REAL) for name, value in FACTORS.values()}
+    if isinstance(scaling := mixer.rope.scaling, LongRope):
+        values |= {
+            f"{family}.context_length": (scaling.max_positions, NUMBER),
+            f"{family}.rope.dimension_count": (mixer.rope.size, NUMBER),
+            f"{family}.rope.scaling.original_context_length": (shape.max_positions, NUMBER),
+            f"{family}.rope.scaling.attn_factor": (scaling.attention_factor, REAL),
+        }
     writer = gguf.GGUFWriter(path, family)
     for name, value in (values | dict(fields)).items():
         writer.add_key_value(name, *value)
@@ -152,9 +164,12 @@ def write_gguf(
         elif kept is None or name in kept:
             writer.add_tensor(name, rows)
     more = dict(tensors)
-    if mixer.rope.scaling:
+    if isinstance(scaling, LongRope):
+        more["rope_factors_short.weight"] = np.asarray(scaling.short_factors, np.float32)
+        more["rope_factors_long.weight"] = np.asarray(scaling.long_factors, np.float32)
+    elif scaling:
         usual = rope_frequencies(mixer.head_dim, mixer.rope.theta, None)
-        stretched = rope_frequencies(mixer.head_dim, mixer.rope.theta, mixer.rope.scaling)
+        stretched = rope_frequencies(mixer.head_dim, mixer.rope.theta, scaling)
         more["rope_freqs.weight"] = np.asarray(usual / stretched)
     for name, rows in more.items():
         writer.add_tensor(name, rows)

@@ -21,11 +21,27 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LongRope:
+    """Phi's factors of rotary wavelengths, one for each pair: up to a length, and beyond it.
+
+    Positions beyond it are not computed. Queries and keys grow by `attention_factor` where they
+    are rotated.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_positions: int
+    max_positions: int  # with the long factors
+    attention_factor: float
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary positions of a layer's queries and keys."""
 
     theta: float = 10000.0
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | LongRope | None = None
+    size: int | None = None  # first elements of each head, which are rotated; None: all
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from lightning_jax.models.blocks.layer import Layer
 from lightning_jax.models.blocks.matmul import matmul, matmul_turned, product
 from lightning_jax.models.blocks.parts import Hidden, LayerInputs, Linear, RMSNorm
 from lightning_jax.models.config import RematKind
-from lightning_jax.models.shape import DecoderConfig, DecoderShape, Rope
+from lightning_jax.models.shape import DecoderConfig, DecoderShape, LongRope, Rope
 
 Table = Float[Array, "V E"]
 Params = dict[str, Any]
@@ -89,10 +89,19 @@ def _ropes(shape: DecoderShape, positions: Int[Array, "B T"]) -> list[RopeTables
     tables: dict[tuple[Rope, int], RopeTables] = {}
     for block in shape.distinct_blocks:
         if (rope := block.mixer.rope) and (key := (rope, block.mixer.head_dim)) not in tables:
-            frequencies = attention.rope_frequencies(key[1], rope.theta, rope.scaling)
-            tables[key] = attention.rope_tables(positions, frequencies)
+            size = rope.size or block.mixer.head_dim
+            frequencies = attention.rope_frequencies(size, rope.theta, rope.scaling)
+            tables[key] = _grown(attention.rope_tables(positions, frequencies), rope)
     mixers = [block.mixer for block in shape.blocks]
     return [tables[mixer.rope, mixer.head_dim] if mixer.rope else None for mixer in mixers]
+
+
+def _grown(tables: RopeTables, rope: Rope) -> RopeTables:
+    """Return the tables times the factor of the rope, if it has one."""
+    if not isinstance(rope.scaling, LongRope):
+        return tables
+    cos, sin = tables
+    return cos * rope.scaling.attention_factor, sin * rope.scaling.attention_factor
 
 
 def _forward_recomputing(

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,10 @@ from lightning_jax.models.families.fields import (
     Fields,
     K,
     Sizes,
+    checked_long,
+    checked_size,
     checked_sizes,
+    long_growth,
     require_positive,
 )
 from lightning_jax.models.families.table import find_family, refuse_experts
@@ -100,6 +103,31 @@ class GgufFields(Fields):
             kind=kind, factor=file.needed(f"{name}.rope.scale_linear", float, 1.0)
         )
         return Rope(theta, None if factors is None else _rope_scaling(factors, head_dim, theta))
+
+    def long_rope(self, head_dim: int) -> Rope:
+        """Return rotary positions that may be LongRoPE's. See `Fields`."""
+        name = f"{self.family}.rope.dimension_count"
+        size = checked_size(WHERE, name, self.file.needed(name, int, head_dim), head_dim)
+        rope = self.rope(head_dim)
+        names = ("rope_factors_short.weight", "rope_factors_long.weight")
+        tensors = {name: self._tensors[name] for name in names if name in self._tensors}
+        if not tensors:
+            return replace(rope, size=size)
+        if missing := [name for name in names if name not in tensors]:
+            raise lacks(missing[0])
+        factors = {
+            name: [_decimal(value) for value in _dequantize(tensor).reshape(-1).tolist()]
+            for name, tensor in tensors.items()
+        }
+        prefix = f"{self.family}.rope.scaling"
+        original = self.file.needed(f"{prefix}.original_context_length", int)
+        lengths = original, self.file.needed(self._names["max_positions"], int)
+        growth = self.file.value(f"{prefix}.attn_factor", float)
+        scaling = checked_long(WHERE, size or head_dim, factors, lengths, growth)
+        usual = long_growth(*lengths)  # the file has it as a float32
+        if abs(scaling.attention_factor - usual) < 1e-6:
+            scaling = replace(scaling, attention_factor=usual)
+        return Rope(rope.theta, scaling, size)
 
     def value(
         self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None

@@ -17,7 +17,9 @@ from lightning_jax.models.families.fields import (
     Fields,
     K,
     Sizes,
+    checked_long,
     checked_scaling,
+    checked_size,
     checked_sizes,
     require_positive,
 )
@@ -111,12 +113,8 @@ class ConfigFields(Fields):
 
     def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         """Return the rotary positions. See `Fields`."""
-        # Newer files keep all fields in "rope_parameters". Older files keep theta at the top level.
-        rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
-        if not isinstance(rope, dict):
-            raise unusable(self.path, "rope_parameters", rope, "an object")
-        theta = rope.get("rope_theta", self.fields.get("rope_theta", theta))
-        theta = require_positive(self.path, "rope_theta", theta)
+        rope = self._rope_fields
+        theta = self._theta(theta)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             return Rope(theta)
@@ -127,6 +125,34 @@ class ConfigFields(Fields):
                 "Use another model.",
             )
         return Rope(theta, checked_scaling(self.path, rope))
+
+    def long_rope(self, head_dim: int) -> Rope:
+        """Return rotary positions that may be LongRoPE's. See `Fields`."""
+        rope, fields = self._rope_fields, self.fields
+        name = "partial_rotary_factor"
+        share = require_positive(self.path, name, rope.get(name, fields.get(name, 1.0)))
+        size = checked_size(self.path, name, int(head_dim * share), head_dim)
+        if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+            return dataclasses.replace(self.rope(head_dim), size=size)
+        name = "original_max_position_embeddings"
+        original = rope.get(name) or fields.get(name)
+        lengths = original, fields.get("max_position_embeddings")
+        factors = {name: rope.get(name) for name in ("short_factor", "long_factor")}
+        growth = rope.get("attention_factor")
+        scaling = checked_long(self.path, size or head_dim, factors, lengths, growth)
+        return Rope(self._theta(10000.0), scaling, size)
+
+    def _theta(self, default: float) -> float:
+        theta = self._rope_fields.get("rope_theta", self.fields.get("rope_theta", default))
+        return require_positive(self.path, "rope_theta", theta)
+
+    @property
+    def _rope_fields(self) -> dict[str, Any]:
+        # Newer files keep all fields in "rope_parameters". Older files keep theta at the top level.
+        rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise unusable(self.path, "rope_parameters", rope, "an object")
+        return rope
 
     def value(
         self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None

@@ -74,7 +74,11 @@ def test_the_plan_has_the_bytes_of_the_leaves(family: str):
 
 @pytest.mark.parametrize(
     ("hub_id", "billions"),
-    [("HuggingFaceTB/SmolLM3-3B", 3.075), ("ibm-granite/granite-4.0-micro", 3.403)],
+    [
+        ("HuggingFaceTB/SmolLM3-3B", 3.075),
+        ("ibm-granite/granite-4.0-micro", 3.403),
+        ("microsoft/Phi-4-mini-instruct", 3.836),
+    ],
 )
 def test_a_shape_by_hub_id_has_the_published_number_of_weights(hub_id: str, billions: float):
     mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])

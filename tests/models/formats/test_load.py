@@ -47,6 +47,7 @@ def test_a_family_names_the_format_of_its_tool_calls_unless_the_settings_do(tmp_
         ("mistral", "mistral"),
         ("smollm3", "hermes"),
         ("granitemoehybrid", "hermes"),
+        ("phi3", "phi"),
         ("olmo2", ""),
     ):
         path = str(tmp_path / family)
@@ -134,6 +135,9 @@ def test_wrong_gguf_files_are_refused(tmp_path):
         load_model(str(tmp_path / "mamba.gguf"))
 
 
+LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
+
+
 @pytest.mark.parametrize(
     ("change", "reason", "key"),
     [
@@ -165,6 +169,13 @@ def test_wrong_gguf_files_are_refused(tmp_path):
         (
             {"model_type": "granitemoehybrid", "num_local_experts": 0},
             *("unsupported", "layer_types"),
+        ),
+        ({"model_type": "phi3", "sliding_window": 100}, "unsupported", "sliding_window"),
+        ({"model_type": "phi3", "partial_rotary_factor": 2}, "malformed", "partial_rotary_factor"),
+        ({"model_type": "phi3", "rope_scaling": LONG}, "malformed", "short_factor"),
+        (
+            {"model_type": "phi3", "rope_scaling": LONG | {"short_factor": 16 * [0]}},
+            *("malformed", "short_factor"),
         ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "unsupported", "rope_type"),
         ({"intermediate_size": 65}, "mismatch", "model.layers.0.mlp.down_proj.weight"),

@@ -32,6 +32,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -97,6 +99,26 @@ FAMILIES = {
         MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False),
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES, tie_word_embeddings=False)),
+    "phi3": (  # longer than the 150 tokens, so that the short factors count
+        Phi3ForCausalLM,
+        Phi3Config(
+            **SIZES | {"hidden_size": 32},
+            original_max_position_embeddings=256,
+            partial_rotary_factor=0.75,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "short_factor": [1.0, 1.5, 2.5],
+                "long_factor": [2.0, 4.0, 9.0],
+                "original_max_position_embeddings": 256,
+                "partial_rotary_factor": 0.75,
+            },
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        ),
+    ),
     "smollm3": (  # five layers, so that the pattern of four ends within its second turn
         SmolLM3ForCausalLM,
         SmolLM3Config(
