@@ -101,14 +101,6 @@ def _block_of(shape: DecoderShape, path: ParamPath) -> Block | None:
     return shape.blocks[int(path[0].removeprefix(LAYER))] if is_inside else None
 
 
-def hf_module(shape: DecoderShape, layer: str, part: str) -> str:
-    """Return Hugging Face's name for a part of a layer of this family.
-
-    For example, layers_0 and q give model.layers.0.self_attn.q_proj.
-    """
-    return FAMILIES[shape.family].weights[part].config.format(layer=layer.removeprefix(LAYER))
-
-
 def flatten(params: Params) -> dict[ParamPath, Any]:
     """Return the tree's leaves by their path of keys."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
