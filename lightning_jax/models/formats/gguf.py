@@ -1,7 +1,7 @@
 """Conversion of a GGUF file's metadata and quantised weights to our shape and float parameters."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,12 @@ from lightning_jax.models.families.fields import (
 )
 from lightning_jax.models.families.table import find_family, refuse_experts
 from lightning_jax.models.formats.gguf_file import WHERE, Contents, lacks
-from lightning_jax.models.formats.param_names import NamedParam, named_params, unflatten
+from lightning_jax.models.formats.param_names import (
+    NamedParam,
+    named_params,
+    refuse_extra,
+    unflatten,
+)
 from lightning_jax.models.model_files import ModelError, unusable
 from lightning_jax.models.shape import DecoderShape, Rope, RopeScaling
 from lightning_jax.models.transformer import Params
@@ -41,6 +46,7 @@ _FIELDS = {  # our name of a field -> its name in the file, after that of the ar
     "norm_eps": "attention.layer_norm_rms_epsilon",
     "max_positions": "context_length",
 }
+_COMPUTED = ("blk.", "token_embd.", "output.", "output_norm.")  # beginnings of names
 GROUP_BYTES = 2**18
 COMPARED_ROWS = 64  # of the embedding and the output weights
 # Norm of the difference by the norm of the rows. Types of 4 bits and more round by less.
@@ -209,17 +215,9 @@ def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
     if shape.tie_embeddings and (copies := repeated_embedding(tensors)):
         tensors[_EMBEDDING] = tensors[copies[0]]
     params = named_params(shape)
-    names = {param.gguf.name for param in params}
-    if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in names):
-        raise ModelError.unsupported(
-            unread[0],
-            f"the GGUF file has {unread[0]}, a bias that is not supported for {shape.family}; "
-            "use another model",
-        )
+    _check(tensors, params)
 
     def read(param: NamedParam) -> Any:
-        if param.gguf.name not in tensors:
-            raise lacks(param.gguf.name)
         rows = param.cut(param.gguf, _dequantize(tensors[param.gguf.name]))
         if param.from_gguf is not None:
             rows = param.from_gguf(rows)
@@ -230,6 +228,26 @@ def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy releases the interpreter lock
         arrays = list(pool.map(read, params))
     return unflatten({param.path: array for param, array in zip(params, arrays, strict=True)})
+
+
+def _check(tensors: Mapping[str, ReaderTensor], params: Sequence[NamedParam]) -> None:
+    """Raise ModelError unless the file has these weights, and no others of layers.
+
+    One row of each type is converted, to see that it can be.
+    """
+    types = set()
+    for param in params:
+        tensor = tensors.get(param.gguf.name)
+        if tensor is None or not tensor.data.size:
+            raise lacks(param.gguf.name)
+        param.check(param.gguf, tuple(int(size) for size in tensor.shape[::-1]))
+        if tensor.tensor_type not in types:
+            types.add(tensor.tensor_type)
+            _floats(tensor, np.atleast_2d(tensor.data)[:1])
+    names = {param.gguf.name for param in params} | {_OUTPUT}
+    others = {name for name in tensors if name not in names and name.startswith(_COMPUTED)}
+    rotary = {name for name in others if ".rope_" in name or ".attn_rot_" in name}
+    refuse_extra(WHERE, others - rotary, "use another file of the model, or another model")
 
 
 def _dequantize(tensor: ReaderTensor) -> np.ndarray:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from lightning_jax.models.formats.param_names import (
     NamedParam,
     flatten,
     named_params,
+    refuse_extra,
     unflatten,
 )
 from lightning_jax.models.formats.weight_files import Weights, find_weights
@@ -45,6 +47,10 @@ from lightning_jax.system.text import in_one_line
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = ("F64", "F32", "F16", "BF16")
+# Beginnings of the names of what this decoder computes. Other parts, such as heads for rewards, are
+# not read.
+_COMPUTED = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 COMPARED_ROWS = 64  # of the embedding and the output weights
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _REQUIRED = {  # our name of a size -> its name in config.json
@@ -183,7 +189,8 @@ class ConfigFields(Fields):
 def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
     """Read the weights of all safetensors files.
 
-    Raises ModelError if a weight is missing or has the wrong shape.
+    Raises ModelError if a weight is missing or has the wrong shape or type, or if the layers have
+    others. All of this is checked before any is read.
     """
     weights = find_weights(directory)
     params = named_params(shape)
@@ -192,20 +199,39 @@ def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
     by_file: dict[str, list[NamedParam]] = {}
     for param in params:
         by_file.setdefault(inside[param.hf.name], []).append(param)
+    _check(directory, weights, by_file)
     leaves = {}
     for name, array in weights.read(by_file):
         for param in by_file[name]:
             place = param.hf._replace(name=name)
             leaves[param.path] = param.from_rows(param.cut(place, array), dtype)
-    missing = [param.hf.name for param in params if param.path not in leaves]
+    return unflatten(leaves)
+
+
+def _check(directory: Path, weights: Weights, by_name: Mapping[str, Sequence[NamedParam]]) -> None:
+    """Raise ModelError unless the files have these weights, and no others of layers."""
+    missing = [by_name[name][0].hf.name for name in by_name if name not in weights.heads]
     if missing:
         files = set(weights.files.values())
         raise ModelError.missing(
             missing[0],
-            f"the *.safetensors files of {directory} lack {len(missing)} of {len(params)} weights, "
-            f"among them {missing[0]}: {on_missing_weights(weights.files, missing, files)}",
+            f"the *.safetensors files of {directory} lack {len(missing)} of {len(by_name)} weights,"
+            f" among them {missing[0]}: {on_missing_weights(weights.files, missing, files)}",
         )
-    return unflatten(leaves)
+    for name, params in by_name.items():
+        head = weights.heads[name]
+        if head.dtype not in _DTYPES:
+            raise ModelError.unsupported(
+                name,
+                f"weight {in_one_line(name)} of {directory} has type {in_one_line(head.dtype)}, "
+                "which is not read; use the model's weights in bfloat16 or float32",
+            )
+        for param in params:
+            param.check(param.hf._replace(name=name), head.shape)
+    others = [name for name in weights.heads if name not in by_name and name != HEAD]
+    parts = {name for name in others if name.removeprefix(BASE).startswith(_COMPUTED)}
+    extra = {name for name in parts if not name.endswith(".inv_freq")}  # rotary, of old files
+    refuse_extra(directory, extra, "copy the config.json of these weights there")
 
 
 def _name_in(weights: Weights, name: str) -> str:
