@@ -11,17 +11,30 @@ import numpy as np
 from gguf import GGUFValueType
 
 from lightning_jax.models.attention.attention import rope_frequencies
-from lightning_jax.models.families.fields import Fields, K, Sizes
+from lightning_jax.models.families.fields import Fields, K, Sizes, long_growth
 from lightning_jax.models.families.table import FAMILIES
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
-from lightning_jax.models.shape import DecoderConfig, Rope, RopeScaling
+from lightning_jax.models.shape import DecoderConfig, LongRope, Rope, RopeScaling
 from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
 TINY = tiny_model()
 SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
 NUMBER, REAL, FLAG = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.BOOL
+# Fields of Granite's models, in config.json, and in GGUF after the architecture.
+FACTORS = {
+    "attention_multiplier": ("attention.scale", 0.3),
+    "residual_multiplier": ("residual_scale", 0.22),
+    "embedding_multiplier": ("embedding_scale", 12.0),
+    "logits_scaling": ("logit_scale", 1.5),
+}
+OWN: dict[str, Any] = {name: value for name, (_, value) in FACTORS.items()} | {
+    "shared_intermediate_size": 20,
+    "num_local_experts": 0,
+    "layer_types": ["attention", "attention"],
+    "position_embedding_type": "rope",
+}
 TEXT, ARRAY, SIGNED = GGUFValueType.STRING, GGUFValueType.ARRAY, GGUFValueType.INT32
 
 
@@ -31,16 +44,29 @@ class SmallFields(Fields):
 
     family: str
 
+    @property
+    def where(self) -> object:
+        return "a small model"
+
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         is_tied = self.family != "qwen3"
-        return Sizes(self.family, 259, 16, 24, 2, 4, 2, 6, 1e-5, is_tied, 2048)
+        num_layers = 4 if self.family == "smollm3" else 2
+        embed_dim = 24 if self.family == "phi3" else 16  # whose heads are all of it
+        return Sizes(self.family, 259, embed_dim, 24, num_layers, 4, 2, 6, 1e-5, is_tied, 2048)
 
-    def rope(self, head_dim: int) -> Rope:
+    def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         return Rope(500000.0, SCALING if self.family == "llama" else None)
 
-    def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
-        assert default is not None
-        return default
+    def long_rope(self, head_dim: int) -> Rope:
+        growth = long_growth(2048, 8192)
+        return Rope(1000.0, LongRope((1.5, 2.5), (3.0, 9.0), 2048, 8192, growth), 4)
+
+    def value(
+        self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None
+    ) -> K:
+        value = OWN.get(config or "", default) if self.family.startswith("granite") else default
+        assert isinstance(value, kind)
+        return value
 
     def require(self, **values: Any) -> None:
         pass
@@ -119,6 +145,15 @@ def write_gguf(
         "tokenizer.ggml.eos_token_id": (258, NUMBER),
         "tokenizer.chat_template": (model.tokenizer.template, TEXT),
     }
+    if family == "granite":
+        values |= {f"{family}.{name}": (value, REAL) for name, value in FACTORS.values()}
+    if isinstance(scaling := mixer.rope.scaling, LongRope):
+        values |= {
+            f"{family}.context_length": (scaling.max_positions, NUMBER),
+            f"{family}.rope.dimension_count": (mixer.rope.size, NUMBER),
+            f"{family}.rope.scaling.original_context_length": (shape.max_positions, NUMBER),
+            f"{family}.rope.scaling.attn_factor": (scaling.attention_factor, REAL),
+        }
     writer = gguf.GGUFWriter(path, family)
     for name, value in (values | dict(fields)).items():
         writer.add_key_value(name, *value)
@@ -129,9 +164,12 @@ def write_gguf(
         elif kept is None or name in kept:
             writer.add_tensor(name, rows)
     more = dict(tensors)
-    if mixer.rope.scaling:
+    if isinstance(scaling, LongRope):
+        more["rope_factors_short.weight"] = np.asarray(scaling.short_factors, np.float32)
+        more["rope_factors_long.weight"] = np.asarray(scaling.long_factors, np.float32)
+    elif scaling:
         usual = rope_frequencies(mixer.head_dim, mixer.rope.theta, None)
-        stretched = rope_frequencies(mixer.head_dim, mixer.rope.theta, mixer.rope.scaling)
+        stretched = rope_frequencies(mixer.head_dim, mixer.rope.theta, scaling)
         more["rope_freqs.weight"] = np.asarray(usual / stretched)
     for name, rows in more.items():
         writer.add_tensor(name, rows)

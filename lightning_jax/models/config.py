@@ -74,7 +74,7 @@ class ModelConfig(Section):
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `enable_thinking: false` of Qwen3. Requests may
     override them. They become part of the exported policy's template."""
-    tool_format: Literal["hermes", "smollm", "mistral", "llama3"] | None = None
+    tool_format: Literal["hermes", "smollm", "mistral", "phi", "granite", "llama3"] | None = None
     """Format in which the model writes tool calls. None: that of its family, or of its chat
     template."""
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -22,13 +22,20 @@ from lightning_jax.models.blocks.layer import kernels_of
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.formats.huggingface import write_json
 from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.formats.param_names import ParamPath, flatten, hf_module, unflatten
+from lightning_jax.models.formats.param_names import (
+    ParamPath,
+    Place,
+    flatten,
+    named_params,
+    unflatten,
+)
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Params, init_params, layer_of
 from lightning_jax.settings import ConfigError
 
 ADAPTER_LEAVES = ("lora_a", "lora_b")
 _PEFT_LEAVES = {"lora_a": "lora_A", "lora_b": "lora_B"}
+_Adapter = tuple[Place, np.ndarray, np.ndarray]  # A [rank, in], B [out, rank]
 
 
 def adapted_shape(
@@ -142,18 +149,20 @@ def merged(model: LoadedModel) -> LoadedModel:
 def write_peft(directory: Path, config: DecoderConfig, params: Params, base: str) -> None:
     """Write adapter_config.json and adapter_model.safetensors for the adapters in `params`.
 
-    `base` is the name of the base model, as in `model.name`.
+    `base` is the name of the base model, as in `model.name`. Adapters of kernels that are one
+    module there become one adapter, whose rank is the sum of theirs.
     """
-    lora, adapters = config.execution.lora, flatten(trained_part(params))
+    lora = config.execution.lora
     assert lora is not None, "the model has adapters"
-    arrays = {}
-    for (layer, part, leaf), array in adapters.items():
-        rows = np.asarray(jax.device_get(array)).astype(np.float32).T  # [out, in]
-        module = f"base_model.model.{hf_module(config.shape, layer, part)}"
-        arrays[f"{module}.{_PEFT_LEAVES[leaf]}.weight"] = np.ascontiguousarray(rows)
+    modules = _by_module(config, params)
+    arrays, ranks = {}, {}
+    for module, adapters in modules.items():
+        joined, name = _joined(adapters), module.rpartition(".")[2]
+        for leaf, rows in zip(ADAPTER_LEAVES, joined, strict=True):
+            arrays[f"base_model.model.{module}.{_PEFT_LEAVES[leaf]}.weight"] = rows
+        if len(adapters) > 1:
+            ranks[name] = len(adapters)
     safetensors.numpy.save_file(arrays, directory / "adapter_model.safetensors", {"format": "pt"})
-    layer = next(iter(adapters))[0]
-    modules = [hf_module(config.shape, layer, target).rpartition(".")[2] for target in lora.targets]
     write_json(
         directory / "adapter_config.json",
         {
@@ -162,8 +171,10 @@ def write_peft(directory: Path, config: DecoderConfig, params: Params, base: str
             "base_model_name_or_path": base,
             "r": lora.rank,
             "lora_alpha": lora.alpha,
+            "rank_pattern": {name: number * lora.rank for name, number in ranks.items()},
+            "alpha_pattern": {name: number * lora.alpha for name, number in ranks.items()},
             "lora_dropout": 0.0,
-            "target_modules": sorted(modules),
+            "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
             "bias": "none",
             "fan_in_fan_out": False,
             "use_rslora": False,
@@ -173,3 +184,28 @@ def write_peft(directory: Path, config: DecoderConfig, params: Params, base: str
             "inference_mode": True,
         },
     )
+
+
+def _by_module(config: DecoderConfig, params: Params) -> dict[str, list[_Adapter]]:
+    """Return the adapters of each module of Hugging Face's model, by its name."""
+    kernels = (param for param in named_params(config.shape) if param.path[-1] == "kernel")
+    places = {param.path[:-1]: param.hf for param in kernels}
+    modules: dict[str, list[_Adapter]] = {}
+    for layer, parts in trained_part(params).items():
+        for part, leaves in parts.items():
+            a, b = (np.asarray(jax.device_get(leaves[leaf])) for leaf in ADAPTER_LEAVES)
+            place = places[layer, part]
+            adapter = place, a.astype(np.float32).T, b.astype(np.float32).T
+            modules.setdefault(place.name.removesuffix(".weight"), []).append(adapter)
+    return modules
+
+
+def _joined(adapters: list[_Adapter]) -> tuple[np.ndarray, np.ndarray]:
+    """Return A and B of one module. Those of each kernel meet only in its own rows of B."""
+    a = np.concatenate([rows for _, rows, _ in adapters])
+    b = np.zeros((adapters[0][0].total, len(a)), np.float32)
+    column = 0
+    for place, rows, columns in adapters:
+        b[place.start : place.stop, column : column + len(rows)] = columns
+        column += len(rows)
+    return np.ascontiguousarray(a), b

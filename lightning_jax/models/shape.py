@@ -21,11 +21,27 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LongRope:
+    """Phi's factors of rotary wavelengths, one for each pair: up to a length, and beyond it.
+
+    Positions beyond it are not computed. Queries and keys grow by `attention_factor` where they
+    are rotated.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_positions: int
+    max_positions: int  # with the long factors
+    attention_factor: float
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary positions of a layer's queries and keys."""
 
     theta: float = 10000.0
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | LongRope | None = None
+    size: int | None = None  # first elements of each head, which are rotated; None: all
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,7 @@ class Attention:
     bias: bool = False  # added to queries, keys and values, as in Qwen2
     # RMS norm of queries and keys: of each head, as in Qwen3, or of all heads, as in OLMo 2.
     qk_norm: Literal["head", "projection"] | None = None
+    scale: float | None = None  # of the products of queries and keys; None: head_dim**-0.5
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -66,6 +83,7 @@ class Block:
     mixer: Attention
     mlp: Dense
     norms: Literal["before", "after"] = "before"  # of the mixer and the MLP, or of their results
+    residual_scale: float = 1.0  # of the results that are added to the layer's input
 
 
 @dataclass(frozen=True)
@@ -84,6 +102,8 @@ class DecoderShape:
     embed_dim: int
     blocks: tuple[Block, ...]
     norm: Norm = Norm()
+    embed_scale: float = 1.0  # of the embeddings, not of tied output weights
+    logit_divisor: float = 1.0
     tie_embeddings: bool = True
     max_positions: int = 2048
     family: str = "llama"  # name in a saved model, see families/

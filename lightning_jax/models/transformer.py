@@ -32,7 +32,7 @@ from lightning_jax.models.blocks.layer import Layer
 from lightning_jax.models.blocks.matmul import matmul, matmul_turned, product
 from lightning_jax.models.blocks.parts import Hidden, LayerInputs, Linear, RMSNorm
 from lightning_jax.models.config import RematKind
-from lightning_jax.models.shape import DecoderConfig, DecoderShape, Rope
+from lightning_jax.models.shape import DecoderConfig, DecoderShape, LongRope, Rope
 
 Table = Float[Array, "V E"]
 Params = dict[str, Any]
@@ -89,10 +89,19 @@ def _ropes(shape: DecoderShape, positions: Int[Array, "B T"]) -> list[RopeTables
     tables: dict[tuple[Rope, int], RopeTables] = {}
     for block in shape.distinct_blocks:
         if (rope := block.mixer.rope) and (key := (rope, block.mixer.head_dim)) not in tables:
-            frequencies = attention.rope_frequencies(key[1], rope.theta, rope.scaling)
-            tables[key] = attention.rope_tables(positions, frequencies)
+            size = rope.size or block.mixer.head_dim
+            frequencies = attention.rope_frequencies(size, rope.theta, rope.scaling)
+            tables[key] = _grown(attention.rope_tables(positions, frequencies), rope)
     mixers = [block.mixer for block in shape.blocks]
     return [tables[mixer.rope, mixer.head_dim] if mixer.rope else None for mixer in mixers]
+
+
+def _grown(tables: RopeTables, rope: Rope) -> RopeTables:
+    """Return the tables times the factor of the rope, if it has one."""
+    if not isinstance(rope.scaling, LongRope):
+        return tables
+    cos, sin = tables
+    return cos * rope.scaling.attention_factor, sin * rope.scaling.attention_factor
 
 
 def _forward_recomputing(
@@ -139,7 +148,8 @@ def _forward_recomputing(
 
 def _embed(params: Params, config: DecoderConfig, tokens: Int[Array, "B T"]) -> Hidden:
     x = _look_up(jnp.asarray(params["embed"]["embedding"]), tokens)
-    return x.astype(config.execution.activation_dtype or x.dtype)
+    x = x.astype(config.execution.activation_dtype or x.dtype)
+    return x if config.shape.embed_scale == 1.0 else x * config.shape.embed_scale
 
 
 @jax.custom_vjp
@@ -268,6 +278,14 @@ def unembed(
     params: Params, config: DecoderConfig, hidden: Float[Array, "*rows E"]
 ) -> Float[Array, "*rows V"]:
     """Return float32 logits."""
+    logits = _products_with_head(params, config, hidden)
+    divisor = config.shape.logit_divisor
+    return logits if divisor == 1.0 else logits / divisor
+
+
+def _products_with_head(
+    params: Params, config: DecoderConfig, hidden: Float[Array, "*rows E"]
+) -> Float[Array, "*rows V"]:
     tied = config.shape.tie_embeddings
     if config.execution.turned:
         kernel = params["embed"]["embedding"] if tied else params["head"]["kernel_t"]

@@ -110,13 +110,18 @@ _KIMI = (
     "{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}{% endif %}"
     " {{ c.function.name }}</call>{% endfor %}<|im_end|>{% endfor %}" + _OPEN
 )
-_SMOLLM3 = (
-    "<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+_SMOLLM3 = (  # it reads words of the system message that switch thoughts, and removes them
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% set thinks = '/no_think' not in system and enable_thinking | default(true) %}"
+    "{% set system = system.replace('/no_think', '').replace('/think', '') | trim %}"
+    "<|im_start|>system\nmode: {{ '/think' if thinks else '/no_think' }}\n{{ system }}"
     "{% if tools %}<tools>{% for t in tools %}{{ t | string }}{% endfor %}</tools>{% endif %}"
     "<|im_end|>\n{% for m in messages %}{% if m.role == 'user' %}"
     "<|im_start|>user\n{{ m.content }}<|im_end|>\n{% elif m.role == 'assistant' %}"
-    "<|im_start|>assistant\n{{ m.content }}<|im_end|>\n{% elif m.role == 'tool' %}"
-    "<|im_start|>user\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + _OPEN
+    "<|im_start|>assistant\n{{ '' if thinks else '<think>\n\n</think>\n' }}{{ m.content }}"
+    "<|im_end|>\n{% elif m.role == 'tool' %}"
+    "<|im_start|>user\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + _OPEN + "{% if "
+    "add_generation_prompt and not thinks %}<think>\n\n</think>\n{% endif %}"
 )
 _GRANITE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson(indent=4) }}<|im_end|>\n{% endif %}"

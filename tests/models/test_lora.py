@@ -1,19 +1,31 @@
 """Tests that adapters compute the same as merged weights, and initially change nothing."""
 
 import dataclasses
+import json
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from coded import raises_coded
+from gguf_models import variant
 
 from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import KERNELS, LoraConfig, MeshConfig
+from lightning_jax.models.formats.huggingface import write_model
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, unflatten
-from lightning_jax.models.lora import adapted, frozen_part, merged, overlay, pick, trained_part
+from lightning_jax.models.lora import (
+    adapted,
+    frozen_part,
+    merged,
+    overlay,
+    pick,
+    trained_part,
+    write_peft,
+)
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.transformer import Linear, forward, init_params
@@ -148,3 +160,37 @@ def test_an_adapter_lies_as_its_kernel_does_and_its_rank_is_whole():
         rows, columns = spec("kernel")
         assert spec("lora_a") == jax.P(rows, None) and spec("lora_b") == jax.P(None, columns)
     assert shardings[("layers_0", "q", "lora_b")].spec == jax.P(None, ("tensor",))
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "patterns"),
+    [
+        ("phi3", KERNELS, {"qkv_proj": 9, "gate_up_proj": 6}),
+        ("granitemoehybrid", ("k", "up"), {}),
+    ],
+)
+def test_adapters_of_a_shared_module_are_exported_as_one(family, targets, patterns, tmp_path):
+    base = variant(family)
+    lora = LoraConfig(rank=3, alpha=6.0, targets=targets)
+    model = with_random_adapters(base, lora)
+    write_peft(tmp_path, model.config, model.params, "base")
+    fields = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert fields["rank_pattern"] == patterns
+    written = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+    tensors = []
+    for whole in (base, merged(model)):
+        path = tmp_path / str(len(tensors))
+        path.mkdir()
+        write_model(path, whole.config.shape, whole.params, frozenset())
+        tensors.append(safetensors.numpy.load_file(path / "model.safetensors"))
+    before, after = tensors
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert len(written) == 2 * len(changed) and changed
+    for name in changed:
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        a, b = (written[f"{stem}.{leaf}.weight"] for leaf in ("lora_A", "lora_B"))
+        module = name.split(".")[-2]
+        rank = fields["rank_pattern"].get(module, fields["r"])
+        assert module in fields["target_modules"] and len(a) == rank
+        scale = fields["alpha_pattern"].get(module, fields["lora_alpha"]) / rank
+        np.testing.assert_allclose(before[name] + scale * b @ a, after[name], atol=1e-5)

@@ -50,6 +50,8 @@ class ToolFormat:
 HERMES = ToolFormat("hermes", "<tool_call>\n", "\n</tool_call>", "object")
 SMOLLM = ToolFormat("smollm", "<tool_call>", "</tool_call>", "list")
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS] ", "", "list")
+PHI = ToolFormat("phi", "<|tool_call|>", "<|/tool_call|>", "list")
+GRANITE = ToolFormat("granite", "<|tool_call|>", "", "list")
 LLAMA3 = ToolFormat(
     "llama3",
     "",
@@ -72,7 +74,7 @@ THOUGHT_MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
 )
 
-FORMATS = {form.name: form for form in (HERMES, SMOLLM, MISTRAL, LLAMA3)}
+FORMATS = {form.name: form for form in (HERMES, SMOLLM, MISTRAL, PHI, GRANITE, LLAMA3)}
 
 
 @functools.lru_cache(maxsize=32)
@@ -100,6 +102,8 @@ _SIGNS = (
     ("<tool_call>", HERMES),
     ("<|start_header_id|>", LLAMA3),
     ("[TOOL_CALLS]", MISTRAL),
+    ("<|/tool_call|>", PHI),  # before Granite 3's, which has the same opening mark alone
+    ("<|tool_call|>", GRANITE),
 )
 
 

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
@@ -216,13 +217,22 @@ def dropped_parts(messages: Sequence[Message], tools: Tools, text: str) -> list[
         content = message["content"]
         if message["role"] == "assistant":
             content = without_thought(content)
-        if not prompt.has(content.strip()):
+        if not (prompt.has(content.strip()) or _has_without_switches(prompt, message)):
             lost.append(f"{_OWNERS[message['role']]} text (messages[{index}])")
         for call in message.get("tool_calls") or ():
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if not all(map(prompt.has, (name, *_leaves(arguments)))):
                 lost.append(f"the call of {name!r} (messages[{index}])")
     return lost
+
+
+# Words in a system message that a template may read and remove, as SmolLM3's does.
+_SWITCHES = re.compile(r"(?<!\S)/(?:think|no_think|system_override)(?!\S)")
+
+
+def _has_without_switches(prompt: "_Reader", message: Message) -> bool:
+    is_switched = message["role"] == "system" and _SWITCHES.search(message["content"])
+    return bool(is_switched) and prompt.has(_SWITCHES.sub("", message["content"]).strip())
 
 
 _OWNERS = {

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lightning_jax.models.attention import blockwise, flash, flash_gpu, flash_tokamax, flash_tpu
 from lightning_jax.models.attention.blockwise import ENDLESS, MASKED
 from lightning_jax.models.mesh import partition
-from lightning_jax.models.shape import RopeScaling
+from lightning_jax.models.shape import LongRope, RopeScaling
 
 # Cosine and sine of every angle, in float32.
 RopeTables = tuple[Float[Array, "B T 1 F"], Float[Array, "B T 1 F"]]
@@ -26,17 +26,19 @@ _DEFAULT_BLOCK = 1024  # on other platforms, few large products are faster than 
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None
+    size: int, theta: float, scaling: RopeScaling | LongRope | None
 ) -> Float[Array, " F"]:
-    """Return the radians per position of each of the head_dim / 2 rotated pairs.
+    """Return the radians per position of each of the size / 2 rotated pairs.
 
-    Frequencies with wavelengths above `original_max_positions / low_freq_factor` tokens are divided
-    by `factor`. Wavelengths below `original_max_positions / high_freq_factor` are unchanged, and
-    those in between are blended.
+    LongRope divides each by its short factor. RopeScaling divides those with wavelengths above
+    `original_max_positions / low_freq_factor` tokens by `factor`. Wavelengths below
+    `original_max_positions / high_freq_factor` are unchanged, and those in between are blended.
     """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LongRope):
+        return frequencies / jnp.asarray(scaling.short_factors, jnp.float32)
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
@@ -65,10 +67,12 @@ def rope_tables(positions: Int[Array, "B T"], frequencies: Float[Array, " F"]) -
 def rotate(
     x: Float[Array, "B T N D"], cos: Float[Array, "B T 1 F"], sin: Float[Array, "B T 1 F"]
 ) -> Float[Array, "B T N D"]:
-    """Rotate `x` by its position, with element i paired with element i + D/2."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotate the first 2F elements of `x` by its position. Element i is paired with i + F."""
+    size = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :size].astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-    return turned.astype(x.dtype)
+    turned, rest = turned.astype(x.dtype), x[..., size:]
+    return jnp.concatenate((turned, rest), axis=-1) if rest.size else turned
 
 
 def attend_tree(

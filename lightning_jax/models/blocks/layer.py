@@ -33,10 +33,10 @@ class Layer(nn.Module):
         parts = Parts(self.norm, self.execution, inputs.adapters)
         h = self._before(parts, "attn_norm", x)
         h, cached = self._mix(parts, h, inputs, cached)
-        x = x + self._after(parts, "attn_norm", h)
+        x = x + self._result(parts, "attn_norm", h)
         mlp = self.block.mlp
         h = KINDS[type(mlp)].apply(mlp, parts, self._before(parts, "mlp_norm", x))
-        return x + self._after(parts, "mlp_norm", h), cached
+        return x + self._result(parts, "mlp_norm", h), cached
 
     def _mix(
         self, parts: Parts, x: Hidden, inputs: LayerInputs, cached: LayerCache | None
@@ -50,8 +50,10 @@ class Layer(nn.Module):
     def _before(self, parts: Parts, name: str, x: Hidden) -> Hidden:
         return parts.normed(name, x) if self.block.norms == "before" else x
 
-    def _after(self, parts: Parts, name: str, x: Hidden) -> Hidden:
-        return parts.normed(name, x) if self.block.norms == "after" else x
+    def _result(self, parts: Parts, name: str, x: Hidden) -> Hidden:
+        """Return what the mixer or the MLP adds to the layer's input."""
+        x = parts.normed(name, x) if self.block.norms == "after" else x
+        return x if self.block.residual_scale == 1.0 else x * self.block.residual_scale
 
 
 def _specs(block: Block) -> list[tuple[Any, Any]]:

@@ -68,6 +68,8 @@ def _project(spec: Attention, parts: Parts, x: Hidden, inputs: LayerInputs) -> _
         queries, keys = parts.normed("q_norm", queries), parts.normed("k_norm", keys)
     if inputs.rope is not None:
         queries, keys = (attention.rotate(part, *inputs.rope) for part in (queries, keys))
+    if spec.scale is not None:  # attention itself multiplies by head_dim**-0.5
+        queries = queries * (spec.scale * spec.head_dim**0.5)
     return queries, keys, projected["v"]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_jax.models.families.family import Weight
 from lightning_jax.models.families.fields import SCALING, Fields
-from lightning_jax.models.shape import Block, DecoderShape, Dense
+from lightning_jax.models.shape import Block, DecoderShape, Dense, Rope
 
 WEIGHTS = {
     "embed": Weight("model.embed_tokens", "token_embd"),
@@ -29,18 +29,32 @@ QK_NORMS = {
 NO_WINDOW = {"use_sliding_window": False}  # in config.json of Qwen's models
 
 
-def read_dense(fields: Fields, *, head_dim: int | None = None, **attention: Any) -> DecoderShape:
-    """Return a shape whose layers are Llama's, but for fields of their attention."""
+def read_dense(
+    fields: Fields,
+    *,
+    head_dim: int | None = None,
+    rope_theta: float = 10000.0,
+    **attention: Any,
+) -> DecoderShape:
+    """Return a shape whose layers are Llama's, but for fields of their attention.
+
+    `head_dim` and `rope_theta` are those of a file without them.
+    """
     sizes = fields.sizes(head_dim=head_dim)
     fields.require(hidden_act="silu", attention_bias=False, mlp_bias=False)
-    mixer = sizes.attention(fields.rope(sizes.head_dim), **attention)
+    mixer = sizes.attention(fields.rope(sizes.head_dim, rope_theta), **attention)
     return sizes.decoder(Block(mixer, Dense(sizes.mlp_dim)))
 
 
 def write_dense(shape: DecoderShape) -> dict[str, Any]:
-    """Return the fields of config.json of a model whose layers are those of its first block."""
+    """Return the fields of config.json of a model whose layers differ in no more than their rope.
+
+    Those that have one share it.
+    """
     mixer, mlp = shape.blocks[0].mixer, shape.blocks[0].mlp
-    assert shape.distinct_blocks == shape.blocks[:1] and mixer.rope is not None
+    ropes = {block.mixer.rope for block in shape.blocks if block.mixer.rope is not None}
+    assert len({without_rope(block) for block in shape.blocks}) == 1 and len(ropes) <= 1
+    rope = next(iter(ropes)) if ropes else Rope()
     fields: dict[str, Any] = {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.embed_dim,
@@ -53,9 +67,14 @@ def write_dense(shape: DecoderShape) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": shape.norm.eps,
         "tie_word_embeddings": shape.tie_embeddings,
-        "rope_theta": mixer.rope.theta,
+        "rope_theta": rope.theta,
     }
-    if mixer.rope.scaling is not None:
-        scaling = zip(SCALING, dataclasses.astuple(mixer.rope.scaling), strict=True)
+    if rope.scaling is not None:
+        scaling = zip(SCALING, dataclasses.astuple(rope.scaling), strict=True)
         fields["rope_scaling"] = {"rope_type": "llama3", **dict(scaling)}
     return fields
+
+
+def without_rope(block: Block) -> Block:
+    """Return the block with queries and keys that are not rotated."""
+    return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, rope=None))

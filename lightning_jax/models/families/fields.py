@@ -8,7 +8,15 @@ from typing import Any, TypeVar
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.model_files import ModelError, unusable
-from lightning_jax.models.shape import Attention, Block, DecoderShape, Norm, Rope, RopeScaling
+from lightning_jax.models.shape import (
+    Attention,
+    Block,
+    DecoderShape,
+    LongRope,
+    Norm,
+    Rope,
+    RopeScaling,
+)
 
 K = TypeVar("K")
 MAX_SIZE = 2**31 - 1  # of one axis of an array
@@ -62,20 +70,37 @@ class Fields(ABC):
     Every method raises ModelError for a value that no model can have, or that is not supported.
     """
 
+    @property
+    @abstractmethod
+    def where(self) -> object:
+        """Return the file, as errors name it."""
+
     @abstractmethod
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         """Return the sizes. `head_dim` is that of a file without one, by default embed / heads."""
 
     @abstractmethod
-    def rope(self, head_dim: int) -> Rope:
-        """Return the rotary positions that all layers of the file share."""
+    def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
+        """Return the rotary positions that layers share. `theta` is that of a file without one."""
 
     @abstractmethod
-    def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
+    def long_rope(self, head_dim: int) -> Rope:
+        """Return rotary positions that may be LongRoPE's, and those of a part of each head."""
+
+    @abstractmethod
+    def value(
+        self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None
+    ) -> K:
         """Return a field by its name in config.json, or in GGUF after the architecture's.
 
-        Without a default the file must have it.
+        A name is None if no file of that kind has the field. Without a default the file must have
+        it.
         """
+
+    def factor(self, config: str | None, gguf: str | None, default: float | None = None) -> float:
+        """Return a field that is a finite number above 0. See `value`."""
+        name = config or gguf or ""
+        return require_positive(self.where, name, self.value(config, gguf, float, default))
 
     @abstractmethod
     def require(self, **values: Any) -> None:
@@ -119,3 +144,39 @@ def checked_scaling(where: object, fields: Mapping[str, Any]) -> RopeScaling:
     if high <= low:
         raise unusable(where, SCALING[2], high, f"a number above {SCALING[1]}")
     return RopeScaling(factor, low, high, int(positions))
+
+
+def checked_size(where: object, name: str, size: int, head_dim: int) -> int | None:
+    """Return how many elements of a head are rotated, or None if all are."""
+    if size % 2 or not 0 < size <= head_dim:
+        raise unusable(where, name, size, f"an even number of a head's {head_dim} elements")
+    return None if size == head_dim else size
+
+
+def checked_long(
+    where: object, size: int, factors: Mapping[str, Any], lengths: tuple[Any, Any], growth: Any
+) -> LongRope:
+    """Return the LongRope of these fields. Raise ModelError for a value that cannot be.
+
+    `factors` has the short factors and then the long ones, by their names. `lengths` are those of
+    the model in pretraining, and afterwards.
+    """
+    rows = []
+    for name, values in factors.items():
+        if not isinstance(values, list) or len(values) != size // 2:
+            raise unusable(where, name, values, f"{size // 2} factors")
+        rows.append(tuple(require_positive(where, name, value) for value in values))
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    for name, value in zip(names, lengths, strict=True):
+        if type(value) is not int or not 2 <= value <= MAX_SIZE:
+            raise unusable(where, name, value, f"an integer from 2 to {MAX_SIZE}")
+    original, longest = lengths
+    growth = long_growth(original, longest) if growth is None else growth
+    growth = require_positive(where, "attention_factor", growth)
+    return LongRope(rows[0], rows[1], original, longest, growth)
+
+
+def long_growth(original: int, longest: int) -> float:
+    """Return LongRoPE's usual factor of rotated queries and keys, for these two lengths."""
+    times = longest / original
+    return math.sqrt(1 + math.log(times) / math.log(original)) if times > 1 else 1.0

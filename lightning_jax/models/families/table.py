@@ -3,12 +3,22 @@
 from collections.abc import Collection
 from typing import Any
 
-from lightning_jax.models.families import llama, mistral, olmo2, qwen2, qwen3
+from lightning_jax.models.families import (
+    granite,
+    granitemoehybrid,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from lightning_jax.models.families.family import Family
 from lightning_jax.models.model_files import ModelError
 from lightning_jax.system.text import in_one_line
 
-_MODULES = (llama, mistral, olmo2, qwen2, qwen3)
+_MODULES = (granite, granitemoehybrid, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3)
 FAMILIES = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 SHAPES = {hub_id: shape for one in FAMILIES.values() for hub_id, shape in one.shapes.items()}
 

@@ -1,9 +1,9 @@
 """Conversion of a GGUF file's metadata and quantised weights to our shape and float parameters."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,12 +16,20 @@ from lightning_jax.models.families.fields import (
     Fields,
     K,
     Sizes,
+    checked_long,
+    checked_size,
     checked_sizes,
+    long_growth,
     require_positive,
 )
 from lightning_jax.models.families.table import find_family, refuse_experts
 from lightning_jax.models.formats.gguf_file import WHERE, Contents, lacks
-from lightning_jax.models.formats.param_names import NamedParam, named_params, unflatten
+from lightning_jax.models.formats.param_names import (
+    NamedParam,
+    named_params,
+    refuse_extra,
+    unflatten,
+)
 from lightning_jax.models.model_files import ModelError, unusable
 from lightning_jax.models.shape import DecoderShape, Rope, RopeScaling
 from lightning_jax.models.transformer import Params
@@ -38,6 +46,7 @@ _FIELDS = {  # our name of a field -> its name in the file, after that of the ar
     "norm_eps": "attention.layer_norm_rms_epsilon",
     "max_positions": "context_length",
 }
+_COMPUTED = ("blk.", "token_embd.", "output.", "output_norm.")  # beginnings of names
 GROUP_BYTES = 2**18
 COMPARED_ROWS = 64  # of the embedding and the output weights
 # Norm of the difference by the norm of the rows. Types of 4 bits and more round by less.
@@ -59,6 +68,11 @@ class GgufFields(Fields):
     family: str
     file: Contents
 
+    @property
+    def where(self) -> object:
+        """Return the file. See `Fields`."""
+        return WHERE
+
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         """Return the sizes. The file has that of a head if it is not embed / heads."""
         names, file, tensors = self._names, self.file, self._tensors
@@ -79,16 +93,15 @@ class GgufFields(Fields):
             num_heads=heads,
             num_kv_heads=file.needed(names["num_kv_heads"], int, heads),
             head_dim=file.needed(names["head_dim"], int, embed_dim // heads if heads > 0 else None),
-            # The decimal from which the float32 was written: 9.99999974e-06 gives 1e-05.
-            norm_eps=float(np.format_float_positional(np.float32(eps), unique=True)),
+            norm_eps=_decimal(eps),
             tie_embeddings=_OUTPUT not in tensors or repeated_embedding(tensors) is not None,
             max_positions=file.needed(names["max_positions"], int, 2048),
         )
 
-    def rope(self, head_dim: int) -> Rope:
+    def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         """Return the rotary positions. See `Fields`."""
         file, name = self.file, self.family
-        theta = file.needed(self._names["rope_theta"], float, 10000.0)
+        theta = file.needed(self._names["rope_theta"], float, theta)
         theta = require_positive(WHERE, self._names["rope_theta"], theta)
         factors = self._tensors.get("rope_freqs.weight")
         kind = file.needed(f"{name}.rope.scaling.type", str, "none") if factors is None else "none"
@@ -97,9 +110,39 @@ class GgufFields(Fields):
         )
         return Rope(theta, None if factors is None else _rope_scaling(factors, head_dim, theta))
 
-    def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
+    def long_rope(self, head_dim: int) -> Rope:
+        """Return rotary positions that may be LongRoPE's. See `Fields`."""
+        name = f"{self.family}.rope.dimension_count"
+        size = checked_size(WHERE, name, self.file.needed(name, int, head_dim), head_dim)
+        rope = self.rope(head_dim)
+        names = ("rope_factors_short.weight", "rope_factors_long.weight")
+        tensors = {name: self._tensors[name] for name in names if name in self._tensors}
+        if not tensors:
+            return replace(rope, size=size)
+        if missing := [name for name in names if name not in tensors]:
+            raise lacks(missing[0])
+        factors = {
+            name: [_decimal(value) for value in _dequantize(tensor).reshape(-1).tolist()]
+            for name, tensor in tensors.items()
+        }
+        prefix = f"{self.family}.rope.scaling"
+        original = self.file.needed(f"{prefix}.original_context_length", int)
+        lengths = original, self.file.needed(self._names["max_positions"], int)
+        growth = self.file.value(f"{prefix}.attn_factor", float)
+        scaling = checked_long(WHERE, size or head_dim, factors, lengths, growth)
+        usual = long_growth(*lengths)  # the file has it as a float32
+        if abs(scaling.attention_factor - usual) < 1e-6:
+            scaling = replace(scaling, attention_factor=usual)
+        return Rope(rope.theta, scaling, size)
+
+    def value(
+        self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None
+    ) -> K:
         """Return a field of the metadata. See `Fields`."""
-        return self.file.needed(f"{self.family}.{gguf}", kind, default)
+        if gguf is None and default is not None:
+            return default
+        value = self.file.needed(f"{self.family}.{gguf}", kind, default)
+        return _decimal(value) if isinstance(value, float) else value  # type: ignore[return-value]
 
     def require(self, **values: Any) -> None:
         """Accept the file, which has no such fields."""
@@ -111,6 +154,11 @@ class GgufFields(Fields):
     @property
     def _tensors(self) -> dict[str, ReaderTensor]:
         return {tensor.name: tensor for tensor in self.file.tensors}
+
+
+def _decimal(value: float) -> float:
+    """Return the decimal from which a float32 was written: 9.99999974e-06 gives 1e-05."""
+    return float(np.format_float_positional(np.float32(value), unique=True))
 
 
 def repeated_embedding(tensors: Mapping[str, ReaderTensor]) -> tuple[str, str] | None:
@@ -167,17 +215,9 @@ def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
     if shape.tie_embeddings and (copies := repeated_embedding(tensors)):
         tensors[_EMBEDDING] = tensors[copies[0]]
     params = named_params(shape)
-    names = {param.gguf.name for param in params}
-    if unread := sorted(name for name in tensors if name.endswith(".bias") and name not in names):
-        raise ModelError.unsupported(
-            unread[0],
-            f"the GGUF file has {unread[0]}, a bias that is not supported for {shape.family}; "
-            "use another model",
-        )
+    _check(tensors, params)
 
     def read(param: NamedParam) -> Any:
-        if param.gguf.name not in tensors:
-            raise lacks(param.gguf.name)
         rows = param.cut(param.gguf, _dequantize(tensors[param.gguf.name]))
         if param.from_gguf is not None:
             rows = param.from_gguf(rows)
@@ -188,6 +228,26 @@ def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy releases the interpreter lock
         arrays = list(pool.map(read, params))
     return unflatten({param.path: array for param, array in zip(params, arrays, strict=True)})
+
+
+def _check(tensors: Mapping[str, ReaderTensor], params: Sequence[NamedParam]) -> None:
+    """Raise ModelError unless the file has these weights, and no others of layers.
+
+    One row of each type is converted, to see that it can be.
+    """
+    types = set()
+    for param in params:
+        tensor = tensors.get(param.gguf.name)
+        if tensor is None or not tensor.data.size:
+            raise lacks(param.gguf.name)
+        param.check(param.gguf, tuple(int(size) for size in tensor.shape[::-1]))
+        if tensor.tensor_type not in types:
+            types.add(tensor.tensor_type)
+            _floats(tensor, np.atleast_2d(tensor.data)[:1])
+    names = {param.gguf.name for param in params} | {_OUTPUT}
+    others = {name for name in tensors if name not in names and name.startswith(_COMPUTED)}
+    rotary = {name for name in others if ".rope_" in name or ".attn_rot_" in name}
+    refuse_extra(WHERE, others - rotary, "use another file of the model, or another model")
 
 
 def _dequantize(tensor: ReaderTensor) -> np.ndarray:

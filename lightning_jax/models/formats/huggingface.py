@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from lightning_jax.models.families.fields import (
     Fields,
     K,
     Sizes,
+    checked_long,
     checked_scaling,
+    checked_size,
     checked_sizes,
     require_positive,
 )
@@ -33,6 +36,7 @@ from lightning_jax.models.formats.param_names import (
     NamedParam,
     flatten,
     named_params,
+    refuse_extra,
     unflatten,
 )
 from lightning_jax.models.formats.weight_files import Weights, find_weights
@@ -43,6 +47,10 @@ from lightning_jax.system.text import in_one_line
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = ("F64", "F32", "F16", "BF16")
+# Beginnings of the names of what this decoder computes. Other parts, such as heads for rewards, are
+# not read.
+_COMPUTED = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 COMPARED_ROWS = 64  # of the embedding and the output weights
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _REQUIRED = {  # our name of a size -> its name in config.json
@@ -80,6 +88,11 @@ class ConfigFields(Fields):
     path: Path
     fields: dict[str, Any]
 
+    @property
+    def where(self) -> object:
+        """Return the file. See `Fields`."""
+        return self.path
+
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         """Return the sizes. See `Fields`."""
         fields = self.fields
@@ -104,14 +117,10 @@ class ConfigFields(Fields):
             max_positions=fields.get("max_position_embeddings", 2048),
         )
 
-    def rope(self, head_dim: int) -> Rope:
+    def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         """Return the rotary positions. See `Fields`."""
-        # Newer files keep all fields in "rope_parameters". Older files keep theta at the top level.
-        rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
-        if not isinstance(rope, dict):
-            raise unusable(self.path, "rope_parameters", rope, "an object")
-        theta = rope.get("rope_theta", self.fields.get("rope_theta", 10000.0))
-        theta = require_positive(self.path, "rope_theta", theta)
+        rope = self._rope_fields
+        theta = self._theta(theta)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             return Rope(theta)
@@ -123,17 +132,47 @@ class ConfigFields(Fields):
             )
         return Rope(theta, checked_scaling(self.path, rope))
 
-    def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
+    def long_rope(self, head_dim: int) -> Rope:
+        """Return rotary positions that may be LongRoPE's. See `Fields`."""
+        rope, fields = self._rope_fields, self.fields
+        name = "partial_rotary_factor"
+        share = require_positive(self.path, name, rope.get(name, fields.get(name, 1.0)))
+        size = checked_size(self.path, name, int(head_dim * share), head_dim)
+        if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+            return dataclasses.replace(self.rope(head_dim), size=size)
+        name = "original_max_position_embeddings"
+        original = rope.get(name) or fields.get(name)
+        lengths = original, fields.get("max_position_embeddings")
+        factors = {name: rope.get(name) for name in ("short_factor", "long_factor")}
+        growth = rope.get("attention_factor")
+        scaling = checked_long(self.path, size or head_dim, factors, lengths, growth)
+        return Rope(self._theta(10000.0), scaling, size)
+
+    def _theta(self, default: float) -> float:
+        theta = self._rope_fields.get("rope_theta", self.fields.get("rope_theta", default))
+        return require_positive(self.path, "rope_theta", theta)
+
+    @property
+    def _rope_fields(self) -> dict[str, Any]:
+        # Newer files keep all fields in "rope_parameters". Older files keep theta at the top level.
+        rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise unusable(self.path, "rope_parameters", rope, "an object")
+        return rope
+
+    def value(
+        self, config: str | None, gguf: str | None, kind: type[K], default: K | None = None
+    ) -> K:
         """Return a field of config.json. See `Fields`."""
-        value = self.fields.get(config)
+        value = self.fields.get(config or "")
         value = default if value is None else value
         if value is None:
             raise ModelError.missing(
-                config, f"{self.path} lacks {config}; copy the config.json of the model there"
+                str(config), f"{self.path} lacks {config}; copy the config.json of the model there"
             )
         is_number = kind is float and type(value) is int
         if type(value) is not kind and not is_number:
-            raise unusable(self.path, config, value, f"a value of type {kind.__name__}")
+            raise unusable(self.path, str(config), value, f"a value of type {kind.__name__}")
         return kind(value) if is_number else value  # type: ignore[call-arg]
 
     def require(self, **values: Any) -> None:
@@ -150,7 +189,8 @@ class ConfigFields(Fields):
 def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
     """Read the weights of all safetensors files.
 
-    Raises ModelError if a weight is missing or has the wrong shape.
+    Raises ModelError if a weight is missing or has the wrong shape or type, or if the layers have
+    others. All of this is checked before any is read.
     """
     weights = find_weights(directory)
     params = named_params(shape)
@@ -159,20 +199,39 @@ def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
     by_file: dict[str, list[NamedParam]] = {}
     for param in params:
         by_file.setdefault(inside[param.hf.name], []).append(param)
+    _check(directory, weights, by_file)
     leaves = {}
     for name, array in weights.read(by_file):
         for param in by_file[name]:
             place = param.hf._replace(name=name)
             leaves[param.path] = param.from_rows(param.cut(place, array), dtype)
-    missing = [param.hf.name for param in params if param.path not in leaves]
+    return unflatten(leaves)
+
+
+def _check(directory: Path, weights: Weights, by_name: Mapping[str, Sequence[NamedParam]]) -> None:
+    """Raise ModelError unless the files have these weights, and no others of layers."""
+    missing = [by_name[name][0].hf.name for name in by_name if name not in weights.heads]
     if missing:
         files = set(weights.files.values())
         raise ModelError.missing(
             missing[0],
-            f"the *.safetensors files of {directory} lack {len(missing)} of {len(params)} weights, "
-            f"among them {missing[0]}: {on_missing_weights(weights.files, missing, files)}",
+            f"the *.safetensors files of {directory} lack {len(missing)} of {len(by_name)} weights,"
+            f" among them {missing[0]}: {on_missing_weights(weights.files, missing, files)}",
         )
-    return unflatten(leaves)
+    for name, params in by_name.items():
+        head = weights.heads[name]
+        if head.dtype not in _DTYPES:
+            raise ModelError.unsupported(
+                name,
+                f"weight {in_one_line(name)} of {directory} has type {in_one_line(head.dtype)}, "
+                "which is not read; use the model's weights in bfloat16 or float32",
+            )
+        for param in params:
+            param.check(param.hf._replace(name=name), head.shape)
+    others = [name for name in weights.heads if name not in by_name and name != HEAD]
+    parts = {name for name in others if name.removeprefix(BASE).startswith(_COMPUTED)}
+    extra = {name for name in parts if not name.endswith(".inv_freq")}  # rotary, of old files
+    refuse_extra(directory, extra, "copy the config.json of these weights there")
 
 
 def _name_in(weights: Weights, name: str) -> str:
@@ -225,7 +284,8 @@ def write_model(
     ends = sorted(eos_ids)
     eos = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
     fields = {"architectures": [family.architecture], "model_type": family.name}
-    fields |= family.write(shape) | {"dtype": dtype} | eos
+    # Without the field, transformers takes an id that a small vocabulary may not have.
+    fields |= family.write(shape) | {"dtype": dtype, "pad_token_id": None} | eos
     write_json(directory / "config.json", fields)
     # The library makes the file readable only by its owner.
     shutil.copymode(directory / "config.json", directory / "model.safetensors")

@@ -1,7 +1,7 @@
 """Each parameter's name in our tree, in a Hugging Face file and in a GGUF file, of any family."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from lightning_jax.models.families.table import FAMILIES
 from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.shape import Block, DecoderConfig, DecoderShape
 from lightning_jax.models.transformer import LAYER, Params, param_shapes
+from lightning_jax.system.text import in_one_line
 
 ParamPath = tuple[str, ...]
 
@@ -41,15 +42,19 @@ class NamedParam:
         """Return the parameter as files store it."""
         return np.ascontiguousarray(ours.swapaxes(-1, -2) if _is_transposed(self.path) else ours)
 
-    def cut(self, place: Place, array: np.ndarray) -> np.ndarray:
-        """Return the parameter's rows of a tensor. Raise ModelError for one of another shape."""
+    def check(self, place: Place, shape: tuple[int, ...]) -> None:
+        """Raise ModelError if the tensor of the parameter has another shape than it needs."""
         expected = (place.total, *_shape_in_files(self.path, self.shape)[1:])
-        if array.shape != expected:
+        if shape != expected:
             raise ModelError.mismatch(
                 place.name,
-                f"weight {place.name} has shape {array.shape}; the config needs {expected}. Check "
-                "that the weights and the config belong to the same model.",
+                f"weight {place.name} has shape {shape}; the config needs {expected}. Check that "
+                "the weights and the config belong to the same model.",
             )
+
+    def cut(self, place: Place, array: np.ndarray) -> np.ndarray:
+        """Return the parameter's rows of a tensor. Raise ModelError for one of another shape."""
+        self.check(place, array.shape)
         return array[place.start : place.stop]
 
     def from_rows(self, rows: np.ndarray, dtype: Any) -> jax.Array:
@@ -63,6 +68,17 @@ def _is_transposed(path: ParamPath) -> bool:
 
 def _shape_in_files(path: ParamPath, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2]) if _is_transposed(path) else shape
+
+
+def refuse_extra(where: object, names: Collection[str], fix: str) -> None:
+    """Raise ModelError if a file has these weights, which the model's layers lack."""
+    if names:
+        first = min(names)
+        raise ModelError.unsupported(
+            first,
+            f"{where} has {len(names)} weights that its config does not describe, among them "
+            f"{in_one_line(first)}; {fix}",
+        )
 
 
 def named_params(shape: DecoderShape) -> list[NamedParam]:
@@ -99,14 +115,6 @@ def _places(
 def _block_of(shape: DecoderShape, path: ParamPath) -> Block | None:
     is_inside = path[0].startswith(LAYER)
     return shape.blocks[int(path[0].removeprefix(LAYER))] if is_inside else None
-
-
-def hf_module(shape: DecoderShape, layer: str, part: str) -> str:
-    """Return Hugging Face's name for a part of a layer of this family.
-
-    For example, layers_0 and q give model.layers.0.self_attn.q_proj.
-    """
-    return FAMILIES[shape.family].weights[part].config.format(layer=layer.removeprefix(LAYER))
 
 
 def flatten(params: Params) -> dict[ParamPath, Any]:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -18,11 +18,19 @@ _CHOSEN = "transformers_weights"  # field of config.json with the name of the fi
 _ADAPTERS = "adapter_*.safetensors"
 
 
+class Head(NamedTuple):
+    """Description of a weight, which is read without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors names it
+
+
 @dataclass(frozen=True)
 class Weights:
     """Names of the weights in the files of one directory, and the file that has each."""
 
     files: Mapping[str, Path]
+    heads: Mapping[str, Head]
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the weights of these names. Each file is opened once."""
@@ -55,6 +63,7 @@ def find_weights(directory: Path) -> Weights:
     """
     paths, are_loose = _chosen_files(directory)
     files: dict[str, Path] = {}
+    heads: dict[str, Head] = {}
     for path in paths:
         with _opened(path) as opened:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
@@ -65,8 +74,10 @@ def find_weights(directory: Path) -> Weights:
                         reason="ambiguous",
                         key=name,
                     )
+                part = opened.get_slice(name)
+                heads[name] = Head(tuple(part.get_shape()), part.get_dtype())
                 files[name] = path  # of two files in the index, transformers takes the last
-    return Weights(files)
+    return Weights(files, heads)
 
 
 def _chosen_files(directory: Path) -> tuple[list[Path], bool]:

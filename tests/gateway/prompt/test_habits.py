@@ -149,6 +149,19 @@ def test_later_system_messages_are_the_users_where_a_template_refuses_them(
     assert len(records(caplog, "conversation_rewritten")) == 1
 
 
+@pytest.mark.parametrize(("switch", "mode"), [("/no_think", "/no_think"), ("/think", "/think")])
+def test_a_word_that_the_template_reads_and_removes_is_not_missing(switch: str, mode: str) -> None:
+    """SmolLM3 reads such words in the system message alone, so it must stay there."""
+    system = {"role": "system", "content": f"Be brief. {switch}"}
+    user = {"role": "user", "content": "hi"}
+    text = _text(render_prompt([system, user], None, TOKENIZERS["SmolLM3"]), TOKENIZERS["SmolLM3"])
+    assert text.startswith(f"<|im_start|>system\nmode: {mode}\nBe brief.<|im_end|>")
+    assert text.endswith("</think>\n") == (mode == "/no_think")
+    path = {"role": "system", "content": "Use /no_thinking/a."}  # the template spoils this word
+    text = _text(render_prompt([path, user], None, TOKENIZERS["SmolLM3"]), TOKENIZERS["SmolLM3"])
+    assert "<|im_start|>user\nUse /no_thinking/a." in text
+
+
 def test_the_table_in_the_docs_is_what_the_trials_find() -> None:
     rows = {}
     for name, tokenizer in TOKENIZERS.items():

@@ -24,9 +24,11 @@ from lightning_jax.gateway.prompt.tool_calls import (
 )
 from lightning_jax.gateway.prompt.tool_formats import (
     FORMATS,
+    GRANITE,
     HERMES,
     LLAMA3,
     MISTRAL,
+    PHI,
     SMOLLM,
     ToolFormat,
     format_of,
@@ -85,7 +87,7 @@ def test_what_a_format_writes_it_reads(form: ToolFormat, guaranteed: bool, cuts:
     assert _whole(_run(text, form, cuts, guaranteed)) == ("", CALLS)
 
 
-@pytest.mark.parametrize("form", [HERMES, SMOLLM], ids=["hermes", "smollm"])
+@pytest.mark.parametrize("form", [HERMES, SMOLLM, PHI], ids=["hermes", "smollm", "phi"])
 @given(cuts=cuts)
 def test_text_around_calls_stays(form: ToolFormat, cuts: list[int]) -> None:
     text = f"I look it up: a < b <tool_.\n{form.write(CALLS)}\n"
@@ -123,13 +125,50 @@ def test_a_call_whose_closing_mark_is_missing_is_a_call() -> None:
     assert _whole(_run(text, HERMES, [])) == ("", [("f", {"a": 1})])
 
 
+@pytest.mark.parametrize("form", [MISTRAL, GRANITE], ids=["mistral", "granite"])
 @given(cuts=cuts)
-def test_calls_without_a_closing_mark_last_until_the_end(cuts: list[int]) -> None:
-    call = MISTRAL.write(CALLS)
-    assert _whole(_run(f"Let me see.\n{call}", MISTRAL, cuts)) == ("Let me see.\n", CALLS)
-    parser = ToolCallParser(MISTRAL)
+def test_calls_without_a_closing_mark_last_until_the_end(form: ToolFormat, cuts: list[int]) -> None:
+    call = form.write(CALLS)
+    assert _whole(_run(f"Let me see.\n{call}", form, cuts)) == ("Let me see.\n", CALLS)
+    parser = ToolCallParser(form)
     assert _whole([*parser.push(f"{call} Done."), *parser.finish()]) == (f"{call} Done.", [])
     assert parser.malformed == 1
+
+
+# Answers in the form that the model cards show, and the text and the calls that a client gets.
+SHOWN = [
+    (
+        PHI,
+        '<|tool_call|>[{"name": "match", "arguments": {"team": "FC"}}, {"name": "now"}]'
+        "<|/tool_call|>",
+        ("", [("match", {"team": "FC"}), ("now", {})]),
+    ),
+    (PHI, '<|tool_call|>[{"name": "f", "parameters": {"a": 1}}]', ("", [("f", {"a": 1})])),
+    (
+        GRANITE,
+        '<|tool_call|>[{"name": "f", "arguments": {"a": "<|tool_call|>"}}]',
+        ("", [("f", {"a": "<|tool_call|>"})]),
+    ),
+    (  # Granite 3.1
+        HERMES,
+        '<tool_call>[{"name": "f", "arguments": {"a": 1}}]',
+        ("", [("f", {"a": 1})]),
+    ),
+    (  # SmolLM3 with thoughts
+        HERMES,
+        '<think>\nf?\n</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+        ("<think>\nf?\n</think>\n", [("f", {})]),
+    ),
+    (PHI, "<|tool_call|>[]<|/tool_call|>", ("<|tool_call|>[]<|/tool_call|>", [])),
+]
+
+
+@pytest.mark.parametrize(("form", "answer", "expected"), SHOWN)
+@given(cuts=cuts)
+def test_calls_as_model_cards_show_them_are_parsed(
+    form: ToolFormat, answer: str, expected: tuple[str, list[tuple[str, Any]]], cuts: list[int]
+) -> None:
+    assert _whole(_run(answer, form, cuts)) == expected
 
 
 @given(cuts=cuts)
@@ -220,7 +259,7 @@ CODER = [  # as Qwen2.5-Coder-0.5B-Instruct writes a call, without the marks of 
 ]
 
 
-@pytest.mark.parametrize("form", [HERMES, SMOLLM], ids=["hermes", "smollm"])
+@pytest.mark.parametrize("form", [HERMES, SMOLLM, PHI], ids=["hermes", "smollm", "phi"])
 @pytest.mark.parametrize("text", CODER)
 @given(cuts=cuts)
 def test_calls_without_marks_are_calls_of_offered_tools(
@@ -275,7 +314,14 @@ def test_a_format_can_be_named() -> None:
     assert format_of(tokenizer) is SMOLLM
     chosen = pickle.loads(pickle.dumps(tokenizer.with_chat(tool_format="llama3")))
     assert format_of(chosen) is LLAMA3
-    assert format_of(tokenizer.with_chat(template="[TOOL_CALLS] [{{ calls }}]")) is MISTRAL
+    signs = {
+        "[TOOL_CALLS] [{{ calls }}]": MISTRAL,
+        "<|tool_call|>{{ calls }}<|/tool_call|>": PHI,
+        "<|tool_call|>{{ calls }}<|end_of_text|>": GRANITE,
+        "<tool_call>\n{{ call }}\n</tool_call>": HERMES,  # SmolLM3 and Granite 4
+    }
+    for template, form in signs.items():
+        assert format_of(tokenizer.with_chat(template=template)) is form
 
 
 BLANK = ["\n", "\n\n\n", " ", "    "]
@@ -319,7 +365,7 @@ def _expected(
     return sampled, shown + held * bool(not after_call or held.strip()), calls
 
 
-@pytest.mark.parametrize("form", [HERMES, SMOLLM], ids=["hermes", "smollm"])
+@pytest.mark.parametrize("form", [HERMES, SMOLLM, PHI], ids=["hermes", "smollm", "phi"])
 @given(answer=parts, cuts=cuts)
 def test_any_split_gives_the_same_and_no_byte_is_lost(
     form: ToolFormat, answer: list[str | tuple[str, Any]], cuts: list[int]

@@ -38,9 +38,16 @@ from lightning_jax.models.transformer import (
     unembed,
 )
 
-FIRST = Block(Attention(4, 2, 8, Rope(500.0), qk_norm="projection"), Dense(40), norms="after")
+FIRST = Block(
+    Attention(4, 2, 8, Rope(500.0), qk_norm="projection", scale=0.2),
+    Dense(40),
+    norms="after",
+    residual_scale=0.5,
+)
 SECOND = Block(Attention(4, 4, 8, None, bias=True, qk_norm="head"), Dense(40))
-UNLIKE = DecoderConfig(DecoderShape(48, 32, (FIRST, SECOND, FIRST, SECOND, FIRST)))
+UNLIKE = DecoderConfig(
+    DecoderShape(48, 32, (FIRST, SECOND, FIRST, SECOND, FIRST), embed_scale=3.0, logit_divisor=0.5)
+)
 ROTATED = Block(Attention(4, 2, 8, Rope()), Dense(40))
 PLAIN = Block(Attention(4, 2, 8, None), Dense(40))
 ALIKE = DecoderConfig(DecoderShape(48, 32, (ROTATED, PLAIN, ROTATED)))

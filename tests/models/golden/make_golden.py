@@ -22,16 +22,24 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 HERE = Path(__file__).parent
@@ -52,7 +60,30 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,  # so that all three bands of frequencies occur
 }
+FACTORS: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 1.5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 FAMILIES = {
+    "granite": (GraniteForCausalLM, GraniteConfig(**SIZES, **FACTORS)),
+    "granitemoehybrid": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(
+            **SIZES,
+            **FACTORS,
+            shared_intermediate_size=20,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            layer_types=["attention"] * SIZES["num_hidden_layers"],
+            position_embedding_type="rope",
+            mamba_n_heads=1,
+            tie_word_embeddings=True,
+        ),
+    ),
     "llama": (
         LlamaForCausalLM,
         LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False),
@@ -68,6 +99,35 @@ FAMILIES = {
         MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False),
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES, tie_word_embeddings=False)),
+    "phi3": (  # longer than the 150 tokens, so that the short factors count
+        Phi3ForCausalLM,
+        Phi3Config(
+            **SIZES | {"hidden_size": 32},
+            original_max_position_embeddings=256,
+            partial_rotary_factor=0.75,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "short_factor": [1.0, 1.5, 2.5],
+                "long_factor": [2.0, 4.0, 9.0],
+                "original_max_position_embeddings": 256,
+                "partial_rotary_factor": 0.75,
+            },
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        ),
+    ),
+    "smollm3": (  # five layers, so that the pattern of four ends within its second turn
+        SmolLM3ForCausalLM,
+        SmolLM3Config(
+            **SIZES | {"num_hidden_layers": 5},
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        ),
+    ),
 }
 TEXT = (
     "<|im_start|>user\nHow many of the 12345 singers are from São Paulo?  Naïve 你好 it's"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from transformers import AutoConfig
 
 from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import LoraConfig
@@ -57,6 +58,35 @@ def test_logits_of_a_random_checkpoint_agree_with_transformers(family, tmp_path)
         assert (
             _greedy(params, DecoderConfig(shape), tokens[:1, :20], len(greedy)) == greedy.tolist()
         )
+
+
+# Fields of config.json that are no part of the shape, or that older files leave out.
+OTHERS = {
+    *("architectures", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("dtype", "head_dim", "_name_or_path"),
+}
+
+
+@pytest.mark.parametrize("family", CHECKPOINTS)
+def test_a_checkpoint_is_exported_under_its_own_names(family, tmp_path):
+    golden = dict(np.load(GOLDEN / f"{family}.npz"))
+    weights = {name: golden[name] for name in golden.keys() - {"tokens", "logits", "greedy"}}
+    source, exported = tmp_path / "source", tmp_path / "exported"
+    for path in (source, exported):
+        path.mkdir()
+    (source / "config.json").write_bytes((GOLDEN / f"{family}.json").read_bytes())
+    safetensors.numpy.save_file(weights, source / "model.safetensors")
+    shape = huggingface.read_shape(source)
+    params = huggingface.read_params(source, shape, "float32")
+    huggingface.write_model(exported, shape, params, frozenset())
+    written = safetensors.numpy.load_file(exported / "model.safetensors")
+    assert written.keys() == weights.keys()
+    for name, tensor in written.items():
+        np.testing.assert_array_equal(tensor, weights[name])
+    ours, theirs = (AutoConfig.from_pretrained(path).to_dict() for path in (exported, source))
+    # A dense model of the family has the size of its MLP in another field.
+    others = OTHERS | ({"intermediate_size"} if family == "granitemoehybrid" else set())
+    assert {name for name in theirs if ours[name] != theirs[name]} <= others
 
 
 def _greedy(params, config, prompt, number) -> list[int]:
