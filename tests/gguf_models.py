@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gguf
 import jax
@@ -15,7 +15,7 @@ from lightning_jax.models.families.fields import Fields, K, Sizes
 from lightning_jax.models.families.table import FAMILIES
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
-from lightning_jax.models.shape import DecoderConfig, Rope, RopeScaling
+from lightning_jax.models.shape import DecoderConfig, Experts, Rope, RopeScaling
 from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
@@ -41,6 +41,14 @@ class SmallFields(Fields):
     def value(self, config: str, gguf: str, kind: type[K], default: K | None = None) -> K:
         assert default is not None
         return default
+
+    def size(self, config: str, gguf: str, most: int) -> int:
+        return {"expert_count": 5, "expert_used_count": 2}.get(gguf, 12)
+
+    def has(self, config: str) -> bool:
+        return False
+
+    is_gguf: ClassVar[bool] = True
 
     def require(self, **values: Any) -> None:
         pass
@@ -98,7 +106,8 @@ def write_gguf(
     `tensors` are written too. `is_quantized` rounds the embedding to 8 bits. `architecture` is
     another name than the model's.
     """
-    shape, family = model.config.shape, architecture or model.config.shape.family
+    shape = model.config.shape
+    family = architecture or FAMILIES[shape.family].gguf or shape.family
     mixer, mlp = shape.blocks[0].mixer, shape.blocks[0].mlp
     assert mixer.rope is not None
     vocabulary = model.tokenizer.vocabulary
@@ -119,6 +128,12 @@ def write_gguf(
         "tokenizer.ggml.eos_token_id": (258, NUMBER),
         "tokenizer.chat_template": (model.tokenizer.template, TEXT),
     }
+    if isinstance(mlp, Experts):
+        values |= {
+            f"{family}.expert_count": (mlp.number, NUMBER),
+            f"{family}.expert_used_count": (mlp.chosen, NUMBER),
+            f"{family}.expert_feed_forward_length": (mlp.size, NUMBER),
+        }
     writer = gguf.GGUFWriter(path, family)
     for name, value in (values | dict(fields)).items():
         writer.add_key_value(name, *value)

@@ -82,7 +82,12 @@ def test_an_axis_that_does_not_divide_stays_whole():
 
 
 def test_minus_one_takes_what_is_left_and_wrong_sizes_are_refused():
-    assert dict(make_mesh(MeshConfig(2, -1, 2)).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert dict(make_mesh(MeshConfig(2, -1, 2)).shape) == {
+        "data": 2,
+        "fsdp": 2,
+        "expert": 1,
+        "tensor": 2,
+    }
     assert make_mesh(MeshConfig(), jax.devices()[:1]).size == 1
     with raises_coded(ConfigError, "mismatch", "mesh"):
         make_mesh(MeshConfig(3, -1, 1))

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.model_files import ModelError, unusable
@@ -62,6 +62,8 @@ class Fields(ABC):
     Every method raises ModelError for a value that no model can have, or that is not supported.
     """
 
+    is_gguf: ClassVar[bool]
+
     @abstractmethod
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         """Return the sizes. `head_dim` is that of a file without one, by default embed / heads."""
@@ -76,6 +78,18 @@ class Fields(ABC):
 
         Without a default the file must have it.
         """
+
+    @abstractmethod
+    def has(self, config: str) -> bool:
+        """Return whether a config.json has this field. GGUF has none of them."""
+
+    def size(self, config: str, gguf: str, most: int) -> int:
+        """Return a field that is a number from 1 to `most`."""
+        value = self.value(config, gguf, int)
+        if not 1 <= value <= most:
+            place, name = ("the GGUF file", gguf) if self.is_gguf else ("config.json", config)
+            raise unusable(place, name, value, f"an integer from 1 to {most}")
+        return value
 
     @abstractmethod
     def require(self, **values: Any) -> None:
