@@ -329,7 +329,7 @@ def test_the_trainers_devices_serve_as_copies_but_on_a_cpu() -> None:
     gpus = [_Gpu(i) for i in range(8)]
     trainer = MeshConfig(data=1, fsdp=-1, tensor=2)
     serving = serving_mesh(None, trainer, gpus)
-    assert serving.devices.shape == (4, 1, 2) and list(serving.devices.flat) == gpus
+    assert serving.devices.shape == (4, 1, 1, 2) and list(serving.devices.flat) == gpus
     assert serving_mesh(None, trainer) == make_mesh(trainer)
     split = MeshConfig(fsdp=1, tensor=2, first_device=6)
     assert list(serving_mesh(split, trainer, gpus).devices.flat) == gpus[6:]
