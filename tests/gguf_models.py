@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gguf
 import jax
@@ -15,7 +15,14 @@ from lightning_jax.models.families.fields import Fields, K, Sizes, long_growth
 from lightning_jax.models.families.table import FAMILIES
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
-from lightning_jax.models.shape import DecoderConfig, LongRope, Rope, RopeScaling
+from lightning_jax.models.shape import (
+    DecoderConfig,
+    DecoderShape,
+    Experts,
+    LongRope,
+    Rope,
+    RopeScaling,
+)
 from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
@@ -68,6 +75,14 @@ class SmallFields(Fields):
         assert isinstance(value, kind)
         return value
 
+    def size(self, config: str, gguf: str, most: int) -> int:
+        return {"expert_count": 5, "expert_used_count": 2}.get(gguf, 12)
+
+    def has(self, config: str) -> bool:
+        return False
+
+    is_gguf: ClassVar[bool] = True
+
     def require(self, **values: Any) -> None:
         pass
 
@@ -108,6 +123,27 @@ def _tensors(model: LoadedModel) -> dict[str, np.ndarray]:
     }
 
 
+def _own_values(family: str, shape: DecoderShape) -> dict[str, tuple[Any, Any]]:
+    """Return the fields that only models of some families have."""
+    mixer, mlp, values = shape.blocks[0].mixer, shape.blocks[0].mlp, {}
+    if family == "granite":
+        values |= {f"{family}.{name}": (value, REAL) for name, value in FACTORS.values()}
+    if mixer.rope is not None and isinstance(scaling := mixer.rope.scaling, LongRope):
+        values |= {
+            f"{family}.context_length": (scaling.max_positions, NUMBER),
+            f"{family}.rope.dimension_count": (mixer.rope.size, NUMBER),
+            f"{family}.rope.scaling.original_context_length": (shape.max_positions, NUMBER),
+            f"{family}.rope.scaling.attn_factor": (scaling.attention_factor, REAL),
+        }
+    if isinstance(mlp, Experts):
+        values |= {
+            f"{family}.expert_count": (mlp.number, NUMBER),
+            f"{family}.expert_used_count": (mlp.chosen, NUMBER),
+            f"{family}.expert_feed_forward_length": (mlp.size, NUMBER),
+        }
+    return values
+
+
 def write_gguf(
     path: Path,
     model: LoadedModel,
@@ -124,7 +160,8 @@ def write_gguf(
     `tensors` are written too. `is_quantized` rounds the embedding to 8 bits. `architecture` is
     another name than the model's.
     """
-    shape, family = model.config.shape, architecture or model.config.shape.family
+    shape = model.config.shape
+    family = architecture or FAMILIES[shape.family].gguf or shape.family
     mixer, mlp = shape.blocks[0].mixer, shape.blocks[0].mlp
     assert mixer.rope is not None
     vocabulary = model.tokenizer.vocabulary
@@ -145,15 +182,7 @@ def write_gguf(
         "tokenizer.ggml.eos_token_id": (258, NUMBER),
         "tokenizer.chat_template": (model.tokenizer.template, TEXT),
     }
-    if family == "granite":
-        values |= {f"{family}.{name}": (value, REAL) for name, value in FACTORS.values()}
-    if isinstance(scaling := mixer.rope.scaling, LongRope):
-        values |= {
-            f"{family}.context_length": (scaling.max_positions, NUMBER),
-            f"{family}.rope.dimension_count": (mixer.rope.size, NUMBER),
-            f"{family}.rope.scaling.original_context_length": (shape.max_positions, NUMBER),
-            f"{family}.rope.scaling.attn_factor": (scaling.attention_factor, REAL),
-        }
+    values |= _own_values(family, shape)
     writer = gguf.GGUFWriter(path, family)
     for name, value in (values | dict(fields)).items():
         writer.add_key_value(name, *value)
@@ -163,7 +192,7 @@ def write_gguf(
             writer.add_tensor(name, gguf.quants.quantize(rows, kind), raw_dtype=kind)
         elif kept is None or name in kept:
             writer.add_tensor(name, rows)
-    more = dict(tensors)
+    more, scaling = dict(tensors), mixer.rope.scaling
     if isinstance(scaling, LongRope):
         more["rope_factors_short.weight"] = np.asarray(scaling.short_factors, np.float32)
         more["rope_factors_long.weight"] = np.asarray(scaling.long_factors, np.float32)

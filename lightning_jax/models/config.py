@@ -78,11 +78,16 @@ class ModelConfig(Section):
     """Format in which the model writes tool calls. None: that of its family, or of its chat
     template."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+    train_router: bool = False
+    """True: the routers of a mixture of experts are trained too. There is no loss that balances
+    the experts."""
 
     def rules(self) -> Iterator[Rule]:
         check_kwargs(self.chat_template_kwargs)
         is_unset = self.dtype != AUTO or self.activation_dtype is None
         yield "activation_dtype", is_unset, "expected none, because dtype=auto chooses it as well"
+        is_frozen = not (self.train_router and self.lora.rank)
+        yield "train_router", is_frozen, "expected false, because only adapters are trained"
 
 
 @section
@@ -97,6 +102,8 @@ class MeshConfig(Section):
     """Each device computes a share of every layer."""
     first_device: int = 0
     """Earlier devices are left for another mesh."""
+    expert: int = 1
+    """Each device holds a share of the experts of every layer and a share of the rows."""
 
 
 @section

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from lightning_jax.models.blocks.layer import kernels_of
+from lightning_jax.models.blocks.layer import adapted_kernels_of, kernels_of
 from lightning_jax.models.config import LoraConfig
 from lightning_jax.models.formats.huggingface import write_json
 from lightning_jax.models.formats.load import LoadedModel
@@ -48,12 +48,12 @@ def adapted_shape(
     """
     if not lora.rank:
         return model
-    kernels = {name for block in model.shape.blocks for name in kernels_of(block)}
+    kernels = {name for block in model.shape.blocks for name in adapted_kernels_of(block)}
     if strange := [name for name in lora.targets if name not in kernels]:
         raise ConfigError.unsupported(
             "model.lora.targets",
-            f"model.lora.targets has {strange[0]}, a kernel that {model.shape.family} models do "
-            f"not have; use some of {', '.join(sorted(kernels))}",
+            f"model.lora.targets has {strange[0]}, but {model.shape.family} models have no adapter "
+            f"there; set model.lora.targets to some of {', '.join(sorted(kernels))}",
         )
     return model.with_execution(lora=lora, num_adapters=number)
 

@@ -93,16 +93,14 @@ def used_weight_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dty
         copy = 0 if dtype == jnp.float32 else weight_bytes(model, mesh, dtype, trained_part)
     if mesh.shape["fsdp"] == 1:
         return copy
-    tensor_only = Mesh(
-        mesh.devices.reshape(-1)[: mesh.shape["tensor"]].reshape(1, 1, -1), mesh.axis_names
-    )
-    whole = weight_bytes(model, tensor_only, dtype)
+    gathered = Mesh(mesh.devices[:1, :1], mesh.axis_names)  # over `fsdp`
+    whole = weight_bytes(model, gathered, dtype)
     shape = model.shape
     numbers = shape.vocab_size * shape.embed_dim // _split("vocab", shape.vocab_size, mesh)
     outside = numbers * dtype.itemsize * (1 if shape.tie_embeddings else 2)
     # The gradients of gathered weights are also whole until they are reduced.
     at_once = outside + max(
-        weight_bytes(model, tensor_only, dtype, partial(layer_of, layer=shape.blocks.index(block)))
+        weight_bytes(model, gathered, dtype, partial(layer_of, layer=shape.blocks.index(block)))
         for block in shape.distinct_blocks
     )
     return copy + (whole + at_once if remat == "none" else 2 * at_once)
@@ -121,11 +119,11 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dtyp
         return width.units * width.size // _split(width.axis, width.units, mesh)
 
     def layer(block: Block) -> int:
-        widths = activations_of(block).values()
+        widths = activations_of(block, shape.embed_dim).values()
         return 4 * shape.embed_dim + sum(numbers(w) for w in widths if not w.is_statistic)
 
     def kept(block: Block) -> int:
-        widths = ((name, width) for name, width in activations_of(block).items())
+        widths = ((name, width) for name, width in activations_of(block, shape.embed_dim).items())
         named = [width for name, width in widths if remat != "none" and name in KEPT[remat]]
         sizes = (numbers(width) * (4 if width.is_statistic else size) for width in named)
         return shape.embed_dim * size + sum(sizes)
@@ -172,7 +170,7 @@ def decode_bytes(model: DecoderConfig, mesh: Mesh, dtype: Any) -> tuple[int, int
     return weight_bytes(model, mesh, dtype, read), token * jnp.dtype(dtype).itemsize
 
 
-def _split(axis: str, size: int, mesh: Mesh) -> int:
+def _split(axis: str | None, size: int, mesh: Mesh) -> int:
     """Return the number of parts into which the mesh splits a logical axis."""
     parts = math.prod(mesh.shape[name] for name in MESH_AXES[axis])
     return parts if size % parts == 0 else 1

@@ -11,14 +11,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.settings import ConfigError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor")
 
-# Logical axis -> mesh axes. Both kinds of data parallelism split the rows of a batch. "fsdp" also
-# splits the weights, which are gathered layer by layer. "tensor" splits the work of one layer.
+# Logical axis -> mesh axes. All but "tensor" split the rows of a batch. "fsdp" also splits the
+# weights, which are gathered layer by layer. "expert" also splits experts, to which the tokens go.
+# "tensor" splits the work of one layer.
 MESH_AXES: dict[str | None, tuple[str, ...]] = {
-    "rows": ("data", "fsdp"),
+    "rows": ("data", "fsdp", "expert"),
     "embed": ("fsdp",),
     "vocab": ("tensor",),
+    "expert": ("expert",),
     "mlp": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -71,10 +73,10 @@ def serving_mesh(
     """Build the mesh of the serving devices, from `serve.mesh` or by default the trainer's mesh.
 
     `devices` are the candidates, by default all. The `data` axis counts replicas of the engine. By
-    default each replica takes `tensor` of the trainer's devices. On a CPU, whose devices are
-    simulated, the trainer's mesh is used unchanged. In a multi-process run only process 0 serves,
-    and by default each of its devices computes a share of every layer. Raises ConfigError if the
-    mesh would not use all devices of process 0.
+    default each replica takes `expert` x `tensor` of the trainer's devices. On a CPU, whose devices
+    are simulated, the trainer's mesh is used unchanged. In a multi-process run only process 0
+    serves, and by default each of its devices computes a share of every layer. Raises ConfigError
+    if the mesh would not use all devices of process 0.
     """
     if jax.process_count() == 1:
         if serve is not None:
@@ -82,7 +84,7 @@ def serving_mesh(
         mesh = make_mesh(trainer, devices)
         if mesh.devices.flat[0].platform == "cpu":
             return mesh
-        copies = mesh.devices.reshape(-1, 1, mesh.shape["tensor"])
+        copies = mesh.devices.reshape(-1, 1, mesh.shape["expert"], mesh.shape["tensor"])
         return Mesh(copies, mesh.axis_names, axis_types=mesh.axis_types)
     local_devices = [device for device in jax.devices() if device.process_index == 0]
     mesh = make_mesh(serve or MeshConfig(fsdp=1, tensor=-1), local_devices, section="serve.mesh")

@@ -77,11 +77,28 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """MLP of a block: `chosen` of `number` MLPs of `size` features for each token."""
+
+    number: int
+    chosen: int
+    size: int
+    renormalise: bool = True  # the weights of a token's experts are divided by their sum
+
+    def __post_init__(self) -> None:
+        if self.chosen > self.number:
+            raise InvalidValue.mismatch(
+                "num_experts",
+                f"num_experts={self.number} is less than the {self.chosen} experts of a token",
+            )
+
+
+@dataclass(frozen=True)
 class Block:
     """Layer of a decoder: a mixer of tokens, then an MLP, both added to the layer's input."""
 
     mixer: Attention
-    mlp: Dense
+    mlp: Dense | Experts
     norms: Literal["before", "after"] = "before"  # of the mixer and the MLP, or of their results
     residual_scale: float = 1.0  # of the results that are added to the layer's input
 
@@ -147,6 +164,7 @@ class Execution:
     num_adapters: int | None = None  # N per kernel, [N, ...], and a row chooses; None: one, [...]
     turned: bool = False  # kernels are kernel_t, which has no gradient (blocks/matmul.py)
     activation_dtype: str | None = None  # None: the dtype of the weights
+    trains_router: bool = False  # False: the routers' weights have no gradient
     scans_layers: bool = True  # with `remat`: a loop over stacked weights. False: layer by layer
 
 

@@ -18,7 +18,7 @@ GPU.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from lightning_jax.errors import InvalidValue
 from lightning_jax.models.attention import attention
 from lightning_jax.models.attention.attention import RopeTables
 from lightning_jax.models.attention.kv_cache import KVCache, LayerCache
+from lightning_jax.models.blocks.experts import ROUTER, ROUTES
 from lightning_jax.models.blocks.layer import Layer
 from lightning_jax.models.blocks.matmul import matmul, matmul_turned, product
 from lightning_jax.models.blocks.parts import Hidden, LayerInputs, Linear, RMSNorm
@@ -46,6 +47,13 @@ KEPT: dict[RematKind, tuple[str, ...]] = {
 STACK, LAYER = "layers", "layers_"  # paths of the stacked layers, and of single ones with a number
 # Gathers weights for use: gather(params) of a whole model or a part, gather(params, i) of layer i.
 Gather = Callable[..., Params]
+
+
+class Routes(NamedTuple):
+    """Choices of the routers of L layers with experts."""
+
+    ids: Int[Array, "L B T k"]  # of the experts, the one with the largest weight first
+    entropy: Float[Array, "L B T"]  # of the router's distribution, in nats
 
 
 def _keep(params: Params, layer: int | None = None) -> Params:
@@ -78,6 +86,16 @@ def _layer(
 ) -> tuple[Hidden, LayerCache | None]:
     """Apply one layer, jitted so that it is traced once for all equal blocks of a model."""
     return layer.apply({"params": params}, x, inputs, cached)  # pyright: ignore[reportReturnType]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer_with_routes(
+    layer: Layer, params: Params, x: Hidden, inputs: LayerInputs, cached: LayerCache | None
+) -> tuple[tuple[Hidden, LayerCache | None], Any]:
+    """Apply one layer. Return what `_layer` does, and what its router chose."""
+    result: Any = layer.apply({"params": params}, x, inputs, cached, mutable=[ROUTES])
+    out, left = result
+    return out, left.get(ROUTES, {}).get(ROUTER)
 
 
 def _layer_of(config: DecoderConfig, index: int) -> Layer:
@@ -255,16 +273,56 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
     inputs = [LayerInputs(rope, ends, places, rows, adapters) for rope in ropes]
     if remat != "none" and cache is None:
         return _forward_recomputing(params, config, tokens, inputs, remat, gather), None
-    params = gather(params)
+    return _forward_in_turn(gather(params), config, tokens, inputs, cache, _layer)
+
+
+def forward_routes(
+    params: Params,
+    config: DecoderConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    *,
+    ends: Int[Array, "B T"] | None = None,
+    cache: KVCache | None = None,
+    gather: Gather | None = None,
+    adapters: Int[Array, " B"] | None = None,
+) -> tuple[Routes, KVCache | None]:
+    """Return what the routers choose for each token, without a gradient. See `forward`."""
+    routes: list[dict[str, Any]] = []
+    places = None if cache is None else positions
+    ropes = _ropes(config.shape, positions)
+    inputs = [LayerInputs(rope, ends, places, None, adapters) for rope in ropes]
+
+    def apply(*arguments: Any) -> tuple[Hidden, LayerCache | None]:
+        result, chosen = _layer_with_routes(*arguments)
+        if chosen is not None:
+            routes.append(chosen)
+        return result
+
+    params = (gather or _keep)(params)
+    _, cache = _forward_in_turn(params, config, tokens, inputs, cache, apply)
+    ids, entropy = (jnp.stack([one[name][0] for one in routes]) for name in ("ids", "entropy"))
+    return Routes(ids, entropy), cache
+
+
+def _forward_in_turn(
+    params: Params,
+    config: DecoderConfig,
+    tokens: Int[Array, "B T"],
+    inputs: Sequence[LayerInputs],
+    cache: KVCache | None,
+    apply: Callable[..., tuple[Hidden, Any]],
+) -> tuple[Hidden, KVCache | None]:
+    """Run `forward` with gathered weights, applying one layer after another."""
     x, layers = _embed(params, config, tokens), list(cache.layers) if cache else []
     for i, of_layer in enumerate(inputs):
         weights, layer = layer_of(params, i), _layer_of(config, i)
         if cache is None:
-            x, _ = _layer(layer, weights, x, of_layer, None)
+            x, _ = apply(layer, weights, x, of_layer, None)
             continue
         place = i // cache.stacked
-        of_layer = of_layer._replace(rows=cache.rows_of(i, rows, len(tokens)))
-        x, layers[place] = _layer(layer, weights, x, of_layer, layers[place])
+        of_layer = of_layer._replace(rows=cache.rows_of(i, of_layer.rows, len(tokens)))
+        x, layers[place] = apply(layer, weights, x, of_layer, layers[place])
     x = _final_norm(params, config, x)
     return x, None if cache is None else replace(cache, layers=tuple(layers))
 

@@ -61,7 +61,7 @@ def ask(loop: Any, asked: list[tuple[int, ...]]) -> list[Completion]:
 def test_each_copy_has_devices_of_its_own() -> None:
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     parts = split_by_data(mesh)
-    assert [part.shape for part in parts] == [{"data": 1, "fsdp": 2, "tensor": 2}] * 2
+    assert [part.shape for part in parts] == [{"data": 1, "fsdp": 2, "expert": 1, "tensor": 2}] * 2
     assert [device for part in parts for device in part.devices.flat] == list(mesh.devices.flat)
     assert split_by_data(parts[0]) == parts[:1]
 

@@ -131,7 +131,7 @@ def replicas(training: Mesh, dtype: str) -> tuple[Any, Engine]:
     config = SHAPE.with_shape(tie_embeddings=True)
     params = weights(training)
     model = dataclasses.replace(MODEL, config=config, params=params)
-    mesh = Mesh(training.devices.reshape(8, 1, 1), training.axis_names)
+    mesh = Mesh(training.devices.reshape(8, 1, 1, 1), training.axis_names)
     return params, Engine(model, SERVE, dtype=dtype, mesh=mesh)
 
 

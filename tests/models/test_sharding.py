@@ -82,7 +82,12 @@ def test_an_axis_that_does_not_divide_stays_whole():
 
 
 def test_minus_one_takes_what_is_left_and_wrong_sizes_are_refused():
-    assert dict(make_mesh(MeshConfig(2, -1, 2)).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert dict(make_mesh(MeshConfig(2, -1, 2)).shape) == {
+        "data": 2,
+        "fsdp": 2,
+        "expert": 1,
+        "tensor": 2,
+    }
     assert make_mesh(MeshConfig(), jax.devices()[:1]).size == 1
     with raises_coded(ConfigError, "mismatch", "mesh"):
         make_mesh(MeshConfig(3, -1, 1))
@@ -324,7 +329,7 @@ def test_the_trainers_devices_serve_as_copies_but_on_a_cpu() -> None:
     gpus = [_Gpu(i) for i in range(8)]
     trainer = MeshConfig(data=1, fsdp=-1, tensor=2)
     serving = serving_mesh(None, trainer, gpus)
-    assert serving.devices.shape == (4, 1, 2) and list(serving.devices.flat) == gpus
+    assert serving.devices.shape == (4, 1, 1, 2) and list(serving.devices.flat) == gpus
     assert serving_mesh(None, trainer) == make_mesh(trainer)
     split = MeshConfig(fsdp=1, tensor=2, first_device=6)
     assert list(serving_mesh(split, trainer, gpus).devices.flat) == gpus[6:]

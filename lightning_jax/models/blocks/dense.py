@@ -9,6 +9,7 @@ from lightning_jax.models.blocks.parts import Axes, Hidden, Parts, Width
 from lightning_jax.models.shape import Dense
 
 KERNELS = ("gate", "up", "down")
+ADAPTED = KERNELS
 AXES: dict[tuple[str, str], Axes] = {
     ("gate", "kernel"): ("embed", "mlp"),
     ("up", "kernel"): ("embed", "mlp"),
@@ -27,6 +28,11 @@ def units(spec: Dense) -> dict[str, int]:
     return {"mlp": spec.size}
 
 
-def activations(spec: Dense) -> dict[str, Width]:
+def activations(spec: Dense, embed_dim: int) -> dict[str, Width]:
     """Return what a layer keeps of one token for its backward pass, by its name in `KEPT`."""
     return dict.fromkeys(("gate", "up", "gated"), Width("mlp", spec.size))
+
+
+def shares(spec: Dense) -> dict[str, float]:
+    """Return the share of a kernel's weights with which a token is multiplied, if not all."""
+    return {}

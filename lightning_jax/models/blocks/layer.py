@@ -7,13 +7,13 @@ from typing import Any
 import flax.linen as nn
 
 from lightning_jax.models.attention.kv_cache import LayerCache
-from lightning_jax.models.blocks import dense, self_attention
+from lightning_jax.models.blocks import dense, experts, self_attention
 from lightning_jax.models.blocks.parts import Axes, Hidden, LayerInputs, Parts, Width
-from lightning_jax.models.shape import Attention, Block, Dense, Execution, Norm
+from lightning_jax.models.shape import Attention, Block, Dense, Execution, Experts, Norm
 
-# A kind has KERNELS, AXES, units and activations. A mixer has over_row and over_cache too, and an
-# MLP has apply.
-KINDS: dict[type, ModuleType] = {Attention: self_attention, Dense: dense}
+# A kind has KERNELS, those of them that adapters may change (ADAPTED), AXES, units, activations and
+# shares. A mixer has over_row and over_cache too, and an MLP has apply.
+KINDS: dict[type, ModuleType] = {Attention: self_attention, Dense: dense, Experts: experts}
 
 
 class Layer(nn.Module):
@@ -65,6 +65,18 @@ def kernels_of(block: Block) -> tuple[str, ...]:
     return tuple(name for _, kind in _specs(block) for name in kind.KERNELS)
 
 
+def adapted_kernels_of(block: Block) -> tuple[str, ...]:
+    """Return the names of the block's kernels that may have adapters."""
+    return tuple(name for _, kind in _specs(block) for name in kind.ADAPTED)
+
+
+def share_of(block: Block, kernel: str) -> float:
+    """Return the share of a kernel's weights with which each token is multiplied."""
+    return dict(pair for spec, kind in _specs(block) for pair in kind.shares(spec).items()).get(
+        kernel, 1.0
+    )
+
+
 @cache
 def axes_of(block: Block) -> dict[tuple[str, ...], Axes]:
     """Return the logical axes of the block's parameters that may be split, by their path.
@@ -75,7 +87,7 @@ def axes_of(block: Block) -> dict[tuple[str, ...], Axes]:
     adapters = {
         (name, leaf): (whole[0], None) if leaf == "lora_a" else (None, whole[1])
         for (name, kind), whole in axes.items()
-        if kind == "kernel"
+        if kind == "kernel" and name in adapted_kernels_of(block)
         for leaf in ("lora_a", "lora_b")
     }
     return axes | adapters
@@ -86,6 +98,7 @@ def units_of(block: Block) -> dict[str, int]:
     return {axis: units for spec, kind in _specs(block) for axis, units in kind.units(spec).items()}
 
 
-def activations_of(block: Block) -> dict[str, Width]:
+def activations_of(block: Block, embed_dim: int) -> dict[str, Width]:
     """Return what the mixer and the MLP keep of one token for a backward pass."""
-    return {name: w for spec, kind in _specs(block) for name, w in kind.activations(spec).items()}
+    parts = (kind.activations(spec, embed_dim) for spec, kind in _specs(block))
+    return {name: width for part in parts for name, width in part.items()}

@@ -116,10 +116,13 @@ def matmul_turned(
 
 @jax.jit
 def turn_kernels(params: dict[str, Any]) -> dict[str, Any]:
-    """Replace each `kernel` of a tree of weights by its transpose, `kernel_t`."""
+    """Replace each `kernel` of a tree of weights by its transpose, `kernel_t`.
+
+    Those of experts, [N, in, out], stay.
+    """
     turned = {}
     for name, leaf in params.items():
-        if name == "kernel":
+        if name == "kernel" and leaf.ndim == 2:
             turned["kernel_t"] = leaf.T
         else:
             turned[name] = turn_kernels(leaf) if isinstance(leaf, dict) else leaf

@@ -35,7 +35,7 @@ class LayerInputs(NamedTuple):
 class Width:
     """Numbers of one token in an activation: `units` of `size`, whole units on each device."""
 
-    axis: str  # logical axis of the units
+    axis: str | None  # logical axis of the units
     units: int
     size: int = 1
     is_statistic: bool = False  # float32, and small beside the others
@@ -97,6 +97,17 @@ class Linear(nn.Module):
         return jnp.einsum("btr,bro->bto", lora.scale * low, b[chosen])
 
 
+class Stack(nn.Module):
+    """Kernels of equal shape, stacked on a first axis."""
+
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self) -> Float[Array, "N I O"]:
+        kernels: Any = self.param("kernel", nn.initializers.normal(0.02), self.shape)
+        return kernels
+
+
 @dataclass(frozen=True)
 class Parts:
     """Parameters of one layer, by name. Used inside the layer's compact method."""
@@ -116,6 +127,10 @@ class Parts:
     def kept_linear(self, name: str, x: Input, features: int, *, bias: bool = False) -> Output:
         """Return the product as a result that a backward pass may keep under this name."""
         return checkpoint_name(self.linear(name, x, features, bias=bias), name)
+
+    def stack(self, name: str, *shape: int) -> Float[Array, "N I O"]:
+        """Return kernels of equal shape, which never have adapters and are never transposed."""
+        return Stack(shape, name=name)()
 
     def normed(self, name: str, x: Any) -> Any:
         """Return the RMS norm over the last axis, with the scale `name`."""

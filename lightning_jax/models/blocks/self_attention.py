@@ -12,6 +12,7 @@ from lightning_jax.models.blocks.parts import Axes, Hidden, LayerInputs, Parts, 
 from lightning_jax.models.shape import Attention
 
 KERNELS = ("q", "k", "v", "o")
+ADAPTED = KERNELS
 AXES: dict[tuple[str, str], Axes] = {
     ("q", "kernel"): ("embed", "heads"),
     ("k", "kernel"): ("embed", "kv_heads"),
@@ -44,7 +45,7 @@ def units(spec: Attention) -> dict[str, int]:
     return {"heads": spec.heads, "kv_heads": spec.kv_heads}
 
 
-def activations(spec: Attention) -> dict[str, Width]:
+def activations(spec: Attention, embed_dim: int) -> dict[str, Width]:
     """Return what a layer keeps of one token for its backward pass, by its name in `KEPT`."""
     heads = Width("heads", spec.heads, spec.head_dim)
     keys = Width("kv_heads", spec.kv_heads, spec.head_dim)
@@ -53,6 +54,11 @@ def activations(spec: Attention) -> dict[str, Width]:
     statistic = Width("heads", spec.heads, is_statistic=True)
     results = {"attention_out": heads, "attention_log_sums": statistic}
     return products | rotated | results
+
+
+def shares(spec: Attention) -> dict[str, float]:
+    """Return the share of a kernel's weights with which a token is multiplied, if not all."""
+    return {}
 
 
 def _project(spec: Attention, parts: Parts, x: Hidden, inputs: LayerInputs) -> _Projected:

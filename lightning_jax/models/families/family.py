@@ -14,6 +14,9 @@ from lightning_jax.models.shape import Block, DecoderShape
 class Weight:
     """Names of a module's weights in files, without .weight or .bias. {layer} is its layer.
 
+    {expert} is the index of one of the layer's experts, each with a tensor of its own. In GGUF, and
+    in some safetensors files, one tensor has those of all experts.
+
     Files store a kernel as [out, in], we as [in, out]. Modules of a layer with one name in a kind
     of file have their rows after one another in one tensor there, in the order of the table.
     """
@@ -23,6 +26,7 @@ class Weight:
     # Changes rows as GGUF stores them to rows as Hugging Face does. The block is None outside
     # layers.
     from_gguf: Callable[[np.ndarray, Block | None], np.ndarray] | None = None
+    stacked: str | None = None  # whole name of the tensor of all experts in safetensors
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,5 @@ class Family:
     weights: Mapping[str, Weight]  # by the module's name in our tree, whatever its layer
     tool_format: str | None = None  # None: the chat template's signs tell it
     shapes: Mapping[str, DecoderShape] = field(default_factory=dict)  # by hub id
+    gguf: str | None = None  # `general.architecture`, if it is not the name
+    has_experts: bool = False

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.model_files import ModelError, unusable
@@ -70,6 +70,8 @@ class Fields(ABC):
     Every method raises ModelError for a value that no model can have, or that is not supported.
     """
 
+    is_gguf: ClassVar[bool]
+
     @property
     @abstractmethod
     def where(self) -> object:
@@ -99,8 +101,20 @@ class Fields(ABC):
 
     def factor(self, config: str | None, gguf: str | None, default: float | None = None) -> float:
         """Return a field that is a finite number above 0. See `value`."""
-        name = config or gguf or ""
-        return require_positive(self.where, name, self.value(config, gguf, float, default))
+        name = gguf if self.is_gguf else config
+        return require_positive(self.where, name or "", self.value(config, gguf, float, default))
+
+    @abstractmethod
+    def has(self, config: str) -> bool:
+        """Return whether a config.json has this field. GGUF has none of them."""
+
+    def size(self, config: str, gguf: str, most: int) -> int:
+        """Return a field that is a number from 1 to `most`."""
+        value = self.value(config, gguf, int)
+        if not 1 <= value <= most:
+            name = gguf if self.is_gguf else config
+            raise unusable(self.where, name, value, f"an integer from 1 to {most}")
+        return value
 
     @abstractmethod
     def require(self, **values: Any) -> None:

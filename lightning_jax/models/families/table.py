@@ -12,13 +12,16 @@ from lightning_jax.models.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from lightning_jax.models.families.family import Family
 from lightning_jax.models.model_files import ModelError
 from lightning_jax.system.text import in_one_line
 
-_MODULES = (granite, granitemoehybrid, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3)
+_MODULES = (
+    *(granite, granitemoehybrid, llama, mistral, olmo2, phi3, qwen2, qwen3, qwen3_moe, smollm3),
+)
 FAMILIES = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 SHAPES = {hub_id: shape for one in FAMILIES.values() for hub_id, shape in one.shapes.items()}
 
@@ -34,11 +37,17 @@ def find_family(name: Any, where: object, key: str) -> Family:
     return FAMILIES[name]
 
 
-def refuse_experts(where: object, keys: Collection[str]) -> None:
-    """Raise ModelError if a file has these fields of a mixture of experts."""
+def refuse_experts(where: object, family: Any, keys: Collection[str]) -> None:
+    """Raise ModelError if a file has these fields of a mixture of experts, unless its family does.
+
+    `family` is its name in the file.
+    """
+    names = [name for one in FAMILIES.values() if one.has_experts for name in (one.name, one.gguf)]
+    if family in names:
+        return
     for key in keys:
         raise ModelError.unsupported(
             key,
-            f"{where} is a mixture of experts ({key}), which is not supported; use a dense model "
-            f"of one of the families {sorted(FAMILIES)}",
+            f"{where} is a mixture of experts ({key}), which is not supported for this family; use "
+            f"a model of one of the families {sorted(FAMILIES)}",
         )

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from lightning_jax.models.families.fields import (
     long_growth,
     require_positive,
 )
-from lightning_jax.models.families.table import find_family, refuse_experts
+from lightning_jax.models.families.table import FAMILIES, find_family, refuse_experts
 from lightning_jax.models.formats.gguf_file import WHERE, Contents, lacks
 from lightning_jax.models.formats.param_names import (
     NamedParam,
@@ -57,16 +57,18 @@ def read_shape(file: Contents) -> DecoderShape:
     """Read the model's shape. Raises ModelError for one that this decoder cannot compute."""
     name = file.needed("general.architecture", str)
     _refuse_other_kinds(file, name)
-    family = find_family(name, WHERE, "general.architecture")
-    return family.read(GgufFields(name, file))
+    ours = next((one.name for one in FAMILIES.values() if one.gguf == name), name)
+    family = find_family(ours, WHERE, "general.architecture")
+    return family.read(GgufFields(name, file, family.name))
 
 
 @dataclass(frozen=True)
 class GgufFields(Fields):
     """Fields of a GGUF file, some of which its tensors tell."""
 
-    family: str
+    prefix: str  # of the fields' names
     file: Contents
+    family: str
 
     @property
     def where(self) -> object:
@@ -100,7 +102,7 @@ class GgufFields(Fields):
 
     def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         """Return the rotary positions. See `Fields`."""
-        file, name = self.file, self.family
+        file, name = self.file, self.prefix
         theta = file.needed(self._names["rope_theta"], float, theta)
         theta = require_positive(WHERE, self._names["rope_theta"], theta)
         factors = self._tensors.get("rope_freqs.weight")
@@ -112,7 +114,7 @@ class GgufFields(Fields):
 
     def long_rope(self, head_dim: int) -> Rope:
         """Return rotary positions that may be LongRoPE's. See `Fields`."""
-        name = f"{self.family}.rope.dimension_count"
+        name = f"{self.prefix}.rope.dimension_count"
         size = checked_size(WHERE, name, self.file.needed(name, int, head_dim), head_dim)
         rope = self.rope(head_dim)
         names = ("rope_factors_short.weight", "rope_factors_long.weight")
@@ -125,7 +127,7 @@ class GgufFields(Fields):
             name: [_decimal(value) for value in _dequantize(tensor).reshape(-1).tolist()]
             for name, tensor in tensors.items()
         }
-        prefix = f"{self.family}.rope.scaling"
+        prefix = f"{self.prefix}.rope.scaling"
         original = self.file.needed(f"{prefix}.original_context_length", int)
         lengths = original, self.file.needed(self._names["max_positions"], int)
         growth = self.file.value(f"{prefix}.attn_factor", float)
@@ -141,15 +143,21 @@ class GgufFields(Fields):
         """Return a field of the metadata. See `Fields`."""
         if gguf is None and default is not None:
             return default
-        value = self.file.needed(f"{self.family}.{gguf}", kind, default)
+        value = self.file.needed(f"{self.prefix}.{gguf}", kind, default)
         return _decimal(value) if isinstance(value, float) else value  # type: ignore[return-value]
+
+    def has(self, config: str) -> bool:
+        """Return False. See `Fields`."""
+        return False
+
+    is_gguf: ClassVar[bool] = True
 
     def require(self, **values: Any) -> None:
         """Accept the file, which has no such fields."""
 
     @property
     def _names(self) -> dict[str, str]:
-        return {ours: f"{self.family}.{theirs}" for ours, theirs in _FIELDS.items()}
+        return {ours: f"{self.prefix}.{theirs}" for ours, theirs in _FIELDS.items()}
 
     @property
     def _tensors(self) -> dict[str, ReaderTensor]:
@@ -206,7 +214,7 @@ def _refuse_other_kinds(file: Contents, name: str) -> None:
     experts = [key for key in (f"{name}.expert_count",) if file.value(key, int, 0)]
     experts += [tensor.name for tensor in file.tensors if "_exps." in tensor.name][:1]
     experts += ["general.architecture"] if name.endswith("moe") else []
-    refuse_experts(WHERE, experts)
+    refuse_experts(WHERE, name, experts)
 
 
 def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
@@ -259,6 +267,7 @@ def _dequantize(tensor: ReaderTensor) -> np.ndarray:
     rows = np.atleast_2d(tensor.data)
     if not rows.size:
         raise lacks(tensor.name)
+    rows = rows.reshape(-1, rows.shape[-1])
     size = max(1, GROUP_BYTES // rows.shape[1])
     groups = [rows[first : first + size] for first in range(0, len(rows), size)]
     parts = [_floats(tensor, group.reshape(1, -1)) for group in groups]

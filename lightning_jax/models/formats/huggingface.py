@@ -4,10 +4,10 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from lightning_jax.models.formats.advice import (
 )
 from lightning_jax.models.formats.param_names import (
     NamedParam,
+    Place,
     flatten,
     named_params,
     refuse_extra,
@@ -74,7 +75,8 @@ def read_shape(directory: Path) -> DecoderShape:
             str(path), f"{directory} has no config.json; {on_no_config(directory)}"
         )
     fields = read_object(path)
-    refuse_experts(path, [name for name in _EXPERTS if fields.get(name)])
+    experts = [name for name in _EXPERTS if fields.get(name)]
+    refuse_experts(path, fields.get("model_type"), experts)
     family = find_family(fields.get("model_type"), path, "model_type")
     file = ConfigFields(path, fields)
     file.require(quantization_config=None)
@@ -175,6 +177,12 @@ class ConfigFields(Fields):
             raise unusable(self.path, str(config), value, f"a value of type {kind.__name__}")
         return kind(value) if is_number else value  # type: ignore[call-arg]
 
+    def has(self, config: str) -> bool:
+        """Return whether the file has the field. See `Fields`."""
+        return self.fields.get(config) is not None
+
+    is_gguf: ClassVar[bool] = False
+
     def require(self, **values: Any) -> None:
         """Refuse other values of these fields. See `Fields`."""
         for name, value in values.items():
@@ -194,31 +202,48 @@ def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
     """
     weights = find_weights(directory)
     params = named_params(shape)
-    places = [param.hf for param in params]
-    inside = {place.name: _name_in(weights, place.name) for place in places}
-    by_file: dict[str, list[NamedParam]] = {}
+    by_file: dict[str, list[tuple[NamedParam, Place, int | None]]] = {}
     for param in params:
-        by_file.setdefault(inside[param.hf.name], []).append(param)
+        for place, expert in _places_in(weights, param):
+            by_file.setdefault(place.name, []).append((param, place, expert))
     _check(directory, weights, by_file)
-    leaves = {}
+    leaves, experts = {}, {}
     for name, array in weights.read(by_file):
-        for param in by_file[name]:
-            place = param.hf._replace(name=name)
-            leaves[param.path] = param.from_rows(param.cut(place, array), dtype)
-    return unflatten(leaves)
+        for param, place, expert in by_file[name]:
+            rows = param.cut(place, array, is_expert=expert is not None)
+            if expert is None:
+                leaves[param.path] = param.from_rows(rows, dtype)
+                continue
+            whole = experts.setdefault(param.path, np.empty(param.shape, jnp.dtype(dtype)))
+            whole[expert] = param.rows(rows)
+    return unflatten(leaves | {path: jnp.asarray(whole) for path, whole in experts.items()})
 
 
-def _check(directory: Path, weights: Weights, by_name: Mapping[str, Sequence[NamedParam]]) -> None:
+def _places_in(weights: Weights, param: NamedParam) -> Iterator[tuple[Place, int | None]]:
+    """Yield (the parameter's place in the files, index of an expert with a tensor or None)."""
+    stacked = param.stacked
+    if stacked is not None and (name := _name_in(weights, stacked.name)) in weights.heads:
+        yield stacked._replace(name=name), None
+        return
+    for index, place in enumerate(param.hf_places):
+        named = place._replace(name=_name_in(weights, place.name))
+        yield named, index if param.is_split else None
+
+
+def _check(
+    directory: Path,
+    weights: Weights,
+    by_name: Mapping[str, Sequence[tuple[NamedParam, Place, int | None]]],
+) -> None:
     """Raise ModelError unless the files have these weights, and no others of layers."""
-    missing = [by_name[name][0].hf.name for name in by_name if name not in weights.heads]
-    if missing:
+    if missing := [name for name in by_name if name not in weights.heads]:
         files = set(weights.files.values())
         raise ModelError.missing(
             missing[0],
             f"the *.safetensors files of {directory} lack {len(missing)} of {len(by_name)} weights,"
             f" among them {missing[0]}: {on_missing_weights(weights.files, missing, files)}",
         )
-    for name, params in by_name.items():
+    for name, parts in by_name.items():
         head = weights.heads[name]
         if head.dtype not in _DTYPES:
             raise ModelError.unsupported(
@@ -226,8 +251,8 @@ def _check(directory: Path, weights: Weights, by_name: Mapping[str, Sequence[Nam
                 f"weight {in_one_line(name)} of {directory} has type {in_one_line(head.dtype)}, "
                 "which is not read; use the model's weights in bfloat16 or float32",
             )
-        for param in params:
-            param.check(param.hf._replace(name=name), head.shape)
+        for param, place, expert in parts:
+            param.check(place, head.shape, is_expert=expert is not None)
     others = [name for name in weights.heads if name not in by_name and name != HEAD]
     parts = {name for name in others if name.removeprefix(BASE).startswith(_COMPUTED)}
     extra = {name for name in parts if not name.endswith(".inv_freq")}  # rotary, of old files
@@ -277,8 +302,10 @@ def write_model(
     flat, family = flatten(params), FAMILIES[shape.family]
     arrays: dict[str, np.ndarray] = {}
     for param in sorted(named_params(shape), key=lambda param: param.hf.start):
-        rows, name = param.rows(np.asarray(jax.device_get(flat[param.path]))), param.hf.name
-        arrays[name] = np.concatenate((arrays[name], rows)) if param.hf.start else rows
+        rows = param.rows(np.asarray(jax.device_get(flat[param.path])))
+        parts = rows if param.is_split else [rows]
+        for (name, start, *_), part in zip(param.hf_places, parts, strict=True):
+            arrays[name] = np.concatenate((arrays[name], part)) if start else part
     safetensors.numpy.save_file(arrays, directory / "model.safetensors", {"format": "pt"})
     dtype = str(jnp.asarray(flat[("embed", "embedding")]).dtype)
     ends = sorted(eos_ids)

@@ -109,7 +109,7 @@ def load_configured(settings: ModelConfig) -> LoadedModel:
 
     Adapters are not added. See `load_model`.
     """
-    return load_model(
+    model = load_model(
         settings.name,
         settings.dtype,
         settings.activation_dtype,
@@ -117,6 +117,8 @@ def load_configured(settings: ModelConfig) -> LoadedModel:
         chat_template_kwargs=settings.chat_template_kwargs,
         tool_format=settings.tool_format,
     )
+    config = model.config.with_execution(trains_router=settings.train_router)
+    return replace(model, config=config)
 
 
 def _with_chat(
@@ -159,8 +161,10 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
     Raises ModelError if its shape or vocabulary differs from `model`'s.
     """
     dtype = model.params["embed"]["embedding"].dtype
-    other = load_model(name, str(dtype), model.config.execution.activation_dtype)
-    same_shape = other.config == model.config
+    execution = model.config.execution
+    other = load_model(name, str(dtype), execution.activation_dtype)
+    config = other.config.with_execution(trains_router=execution.trains_router)
+    other, same_shape = replace(other, config=config), config == model.config
     if not same_shape or other.tokenizer.vocabulary != model.tokenizer.vocabulary:
         raise ModelError.mismatch(
             "vocabulary" if same_shape else "shape",

@@ -19,7 +19,10 @@ ParamPath = tuple[str, ...]
 
 
 class Place(NamedTuple):
-    """Rows of a tensor of a file that are one parameter. Mostly these are all of its rows."""
+    """Rows of a tensor of a file that are one parameter. Mostly these are all of its rows.
+
+    Of a tensor of several matrices, they are the rows of each.
+    """
 
     name: str  # of the tensor
     start: int
@@ -29,12 +32,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class NamedParam:
-    """One parameter and its places in files. Files store matrices as [out, in], we as [in, out]."""
+    """One parameter and its places in files. Files store matrices as [out, in], we as [in, out].
+
+    If the name of `hf` has an {expert}, each expert has a tensor, whose place it is.
+    """
 
     path: ParamPath
     shape: tuple[int, ...]  # ours
     hf: Place
     gguf: Place
+    stacked: Place | None = None  # of all experts in safetensors, where they have one tensor
     # Change of a GGUF file's rows to those of Hugging Face, see families.family.Weight.
     from_gguf: Callable[[np.ndarray], np.ndarray] | None = None
 
@@ -42,9 +49,22 @@ class NamedParam:
         """Return the parameter as files store it."""
         return np.ascontiguousarray(ours.swapaxes(-1, -2) if _is_transposed(self.path) else ours)
 
-    def check(self, place: Place, shape: tuple[int, ...]) -> None:
+    @property
+    def is_split(self) -> bool:
+        """True if each expert has a tensor in safetensors."""
+        return "{expert}" in self.hf.name
+
+    @property
+    def hf_places(self) -> list[Place]:
+        """Its places in safetensors, one of each expert if it is split."""
+        number = self.shape[0] if self.is_split else 1
+        names = (self.hf.name.format(expert=index) for index in range(number))
+        return [self.hf._replace(name=name) for name in names]
+
+    def check(self, place: Place, shape: tuple[int, ...], *, is_expert: bool = False) -> None:
         """Raise ModelError if the tensor of the parameter has another shape than it needs."""
-        expected = (place.total, *_shape_in_files(self.path, self.shape)[1:])
+        own, axis = self._rows(is_expert)
+        expected = (*own[:axis], place.total, *own[axis + 1 :])
         if shape != expected:
             raise ModelError.mismatch(
                 place.name,
@@ -52,10 +72,16 @@ class NamedParam:
                 "the weights and the config belong to the same model.",
             )
 
-    def cut(self, place: Place, array: np.ndarray) -> np.ndarray:
+    def cut(self, place: Place, array: np.ndarray, *, is_expert: bool = False) -> np.ndarray:
         """Return the parameter's rows of a tensor. Raise ModelError for one of another shape."""
-        self.check(place, array.shape)
-        return array[place.start : place.stop]
+        self.check(place, array.shape, is_expert=is_expert)
+        _, axis = self._rows(is_expert)
+        return array[(slice(None),) * axis + (slice(place.start, place.stop),)]
+
+    def _rows(self, is_expert: bool) -> tuple[tuple[int, ...], int]:
+        """Return (shape in files of the parameter or of an expert's part, axis of its rows)."""
+        shape = _shape_in_files(self.path, self.shape)[1 if is_expert else 0 :]
+        return shape, _rows_axis(shape)
 
     def from_rows(self, rows: np.ndarray, dtype: Any) -> jax.Array:
         """Convert the rows of `cut` to our parameter."""
@@ -81,17 +107,25 @@ def refuse_extra(where: object, names: Collection[str], fix: str) -> None:
         )
 
 
+def _rows_axis(shape: tuple[int, ...]) -> int:
+    """Return the axis of the rows of a tensor, or of each of its matrices."""
+    return max(0, len(shape) - 2)
+
+
 def named_params(shape: DecoderShape) -> list[NamedParam]:
     """List every parameter of a model with this shape. Adapters are in separate files."""
     leaves = flatten(param_shapes(DecoderConfig(shape)))
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
-    places = [_places(shape, shapes, kind) for kind in ("config", "gguf")]
+    hf, gguf, stacked = (_places(shape, shapes, kind) for kind in ("config", "gguf", "stacked"))
 
     def change(path: ParamPath) -> Callable[[np.ndarray], np.ndarray] | None:
         from_gguf = FAMILIES[shape.family].weights[path[-2]].from_gguf
         return from_gguf and functools.partial(from_gguf, block=_block_of(shape, path))
 
-    return [NamedParam(p, s, places[0][p], places[1][p], change(p)) for p, s in shapes.items()]
+    return [
+        NamedParam(path, size, hf[path], gguf[path], stacked.get(path), change(path))
+        for path, size in shapes.items()
+    ]
 
 
 def _places(
@@ -103,11 +137,14 @@ def _places(
     spans: dict[ParamPath, tuple[str, int, int]] = {}
     totals: dict[str, int] = {}
     for path in sorted(shapes, key=lambda path: order.index(path[-2])):
-        suffix = "bias" if path[-1] == "bias" else "weight"
+        if (pattern := getattr(weights[path[-2]], kind)) is None:
+            continue
+        suffix = ".bias" if path[-1] == "bias" else ".weight"
         layer = path[0].removeprefix(LAYER)
-        name = f"{getattr(weights[path[-2]], kind).format(layer=layer)}.{suffix}"
-        start = totals.get(name, 0)
-        totals[name] = start + _shape_in_files(path, shapes[path])[0]
+        name = pattern.format(layer=layer, expert="{expert}")
+        name += "" if kind == "stacked" else suffix
+        start, size = totals.get(name, 0), _shape_in_files(path, shapes[path])
+        totals[name] = start + size[_rows_axis(size)]
         spans[path] = name, start, totals[name]
     return {path: Place(*span, totals[span[0]]) for path, span in spans.items()}
 

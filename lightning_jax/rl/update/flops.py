@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_jax.models.blocks.layer import kernels_of
+from lightning_jax.models.blocks.layer import kernels_of, share_of
 from lightning_jax.models.shape import Block, DecoderConfig
 from lightning_jax.models.transformer import layer_of, param_shapes
 from lightning_jax.rl.batches.batch import Batch
@@ -47,9 +47,10 @@ def gradient_flops(model: DecoderConfig, work: Work) -> int:
 
         L (6 N tokens + 12 H D pairs) + 6 V E targets
 
-    Each weight costs 2 per token forward, 2 for the gradient of its input and 2 for its own, which
-    a weight that is frozen beside adapters has not. A pair costs 4 forward, in two products, and 8
-    backward, in four. Norms, rotary positions and activation functions are left out.
+    Of experts, N has those of one token. Each weight costs 2 per token forward, 2 for the gradient
+    of its input and 2 for its own, which a weight that is frozen beside adapters has not. A pair
+    costs 4 forward, in two products, and 8 backward, in four. Norms, rotary positions and
+    activation functions are left out.
     """
     shape, lora, shapes = model.shape, model.execution.lora, param_shapes(model)
     per_weight = 6 if lora is None else 4
@@ -57,7 +58,8 @@ def gradient_flops(model: DecoderConfig, work: Work) -> int:
     def layer_flops(layer: int, block: Block) -> int:
         weights = layer_of(shapes, layer)
         sizes = {name: weights[name]["kernel"].shape for name in kernels_of(block)}
-        flops = per_weight * sum(map(math.prod, sizes.values()))
+        used = sum(round(math.prod(sizes[name]) * share_of(block, name)) for name in sizes)
+        flops = per_weight * used
         if lora is not None:
             flops += 6 * lora.rank * sum(sum(sizes.get(name, ())) for name in lora.targets)
         return flops * work.tokens + 12 * work.pairs * block.mixer.heads * block.mixer.head_dim

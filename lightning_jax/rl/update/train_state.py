@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lightning_jax.models.blocks.experts import ROUTER
 from lightning_jax.models.lora import frozen_part, overlay, trained_part
 from lightning_jax.models.sharding import put_on_mesh
 from lightning_jax.models.transformer import Params
@@ -90,7 +91,9 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Build AdamW after a clip of the gradient norm. Only matrices decay, not norms or biases.
+    """Build AdamW after a clip of the gradient norm.
+
+    Only matrices decay, not norms, biases or the routers of experts, which are mostly frozen.
 
     Second moments are float32 for any `mu_dtype`. With 8 bits of precision, a running mean over
     1 / (1 - b2) updates would stop moving.
@@ -104,6 +107,13 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
             eps=config.eps,
             mu_dtype=config.mu_dtype,
             weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, params),
+            mask=_find_decayed,
         ),
+    )
+
+
+def _find_decayed(params: Any) -> Any:
+    router = jax.tree_util.DictKey(ROUTER)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jnp.ndim(leaf) >= 2 and router not in path, params
     )

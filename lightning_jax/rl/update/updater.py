@@ -42,6 +42,7 @@ from lightning_jax.rl.update.flops import mfu_metrics
 from lightning_jax.rl.update.joining import merge_packing, merge_updates
 from lightning_jax.rl.update.kl_costs import charge_later_calls, has_later_calls
 from lightning_jax.rl.update.noise_scale import Halves, estimate_signal, split_halves
+from lightning_jax.rl.update.routes import RouteProbe, make_probe, num_experts
 from lightning_jax.rl.update.train_state import TrainState, init_state, make_optimizer
 from lightning_jax.rl.update.train_step import TrainFunctions
 from lightning_jax.settings import ConfigError
@@ -71,6 +72,7 @@ class Updater:
     reward_kl: AlgorithmConfig | None = None  # settings if the KL is in the reward
     measures_noise: bool = False  # of gradients, from two halves of a step's groups
     seed: int = 0  # for the order of minibatches
+    routes: RouteProbe | None = None  # None: the model has no experts
 
     def init(self, params: Params, *, trains: bool = True) -> TrainState:
         """Place all weights, `params`, and return a state with fresh moments.
@@ -141,7 +143,7 @@ class Updater:
                 for part, sharded in zip(packed, minibatches, strict=True)
             ]
         present = [self._find_trained_policies(batches) for _, batches in packed]
-        metrics["train/num_batches"] = float(sum(map(len, minibatches)))
+        metrics |= self._measure_microbatches(state, packed, minibatches)
         if not minibatches:
             return state, metrics | {"train/skipped_updates": 1.0, "train/num_updates": 0.0}
         # With a single update the old log-probabilities equal the current ones.
@@ -182,6 +184,19 @@ class Updater:
             "train/tokens_per_s": metrics["train/tokens_naive"] / seconds,
             "train/forest_tokens_per_s": metrics["train/tokens_forest"] / seconds,
         }
+
+    def _measure_microbatches(
+        self, state: TrainState, packed: Sequence[Packed], sharded: Sequence[Sequence[Batch]]
+    ) -> Metrics:
+        """Return the number of microbatches, and the routing of the first one.
+
+        The weights are those that did the sampling.
+        """
+        metrics = {"train/num_batches": float(sum(map(len, sharded)))}
+        if self.routes is None or not sharded:
+            return metrics
+        (_, (on_host, *_)), (placed, *_) = packed[0], sharded[0]
+        return metrics | self.routes.measure(state.weights, placed, on_host)
 
     def _halves(
         self, sequences: Sequence[TrainingSequence], batches: Sequence[Batch]
@@ -330,7 +345,7 @@ def make_updater(  # noqa: PLR0913  (the arguments are independent)
         raise ConfigError.mismatch(
             "batch.rows",
             f"batch.rows is {batch.rows}; must be a multiple of {num_row_shards(mesh)}, the "
-            "number of devices that share a batch (mesh.data * mesh.fsdp)",
+            "number of devices that share a batch (mesh.data * mesh.fsdp * mesh.expert)",
         )
     transformation = make_optimizer(optimizer)
     if policies is not None and policies.separate:
@@ -345,7 +360,13 @@ def make_updater(  # noqa: PLR0913  (the arguments are independent)
         gather=make_gather(model, mesh),
         policies=policies,
     )
-    updater = partial(Updater, model, mesh, transformation, batch=batch, policies=policies)
+    routes = None
+    if num_experts(model):
+        platform, gather = mesh.devices.flat[0].platform, make_gather(model, mesh)
+        routes = make_probe(model, platform, compute_dtype=jnp.dtype(dtype), gather=gather)
+    updater = partial(
+        Updater, model, mesh, transformation, batch=batch, policies=policies, routes=routes
+    )
     if algorithm is None:
         return updater(functions(supervised_objective()), skip_zero_advantage=True)
     return updater(

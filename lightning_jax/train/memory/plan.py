@@ -76,9 +76,12 @@ def resolve_shape(config: Config, platform: str | None = None) -> tuple[Config, 
     model's configuration alone. Raises ModelError.
     """
     config = replace(config, model=resolve_dtype(config.model, platform))
-    execution = Execution(activation_dtype=config.model.activation_dtype)
-    model = DecoderConfig(load_shape(config.model.name), execution)
-    return config, adapted_shape(model, config.model.lora, config.policy_table.num_adapters)
+    settings = config.model
+    execution = Execution(
+        activation_dtype=settings.activation_dtype, trains_router=settings.train_router
+    )
+    model = DecoderConfig(load_shape(settings.name), execution)
+    return config, adapted_shape(model, settings.lora, config.policy_table.num_adapters)
 
 
 def make_plan(

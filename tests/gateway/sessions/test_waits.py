@@ -32,7 +32,8 @@ async def test_time_is_lost_while_all_responses_wait() -> None:
     assert waits.lost == Lost(5.0, 3.0)
     waits.begin(second, task)
     assert waits.end_decoding() == {task}
-    assert second.is_over() and not first.is_over() and not third.is_over()
+    assert second.is_over(now_s)
+    assert not first.is_over(now_s) and not third.is_over(now_s)
     waits.remove(second, third, third)
     now_s = 99.0
     assert waits.lost == Lost(5.0, 0.0) and waits.end_decoding() == set()

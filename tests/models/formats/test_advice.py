@@ -114,5 +114,5 @@ def test_an_adapter_is_no_model(directory: Path) -> None:
 def test_a_mixture_of_experts_is_named(directory: Path) -> None:
     path = directory / "config.json"
     fields = json.loads(path.read_text())
-    path.write_text(json.dumps(fields | {"model_type": "qwen3_moe", "num_experts": 8}))
+    path.write_text(json.dumps(fields | {"model_type": "qwen2_moe", "num_experts": 8}))
     _refused(directory, "unsupported", "num_experts", "experts")

@@ -77,7 +77,7 @@ def test_experts_and_adapters_are_named(key: str, more: Any, tmp_path: Path) -> 
 
 
 def test_another_architecture_of_experts_is_named_too(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "a.gguf", TINY, architecture="qwen3moe")
+    write_gguf(tmp_path / "a.gguf", TINY, architecture="qwen2moe")
     with raises_coded(ModelError, "unsupported") as caught:
         load_model(str(tmp_path / "a.gguf"))
     assert "mixture of experts" in str(caught.value)

@@ -1,4 +1,5 @@
 # pyright: reportMissingImports=false, reportPrivateImportUsage=false
+# pyright: reportCallIssue=false, reportArgumentType=false
 """Script that writes the arrays for test_golden.py: logits of the published implementations.
 
 Run it in a separate environment, because the project does not use torch:
@@ -13,12 +14,16 @@ transformers itself reads the weights. Of its logits, the script keeps every pos
 a thin slice, and the best of the last position.
 """
 
+import contextlib
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -38,6 +43,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -94,6 +101,18 @@ FAMILIES = {
         Qwen3ForCausalLM,
         Qwen3Config(**SIZES, head_dim=6, tie_word_embeddings=False),
     ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **SIZES,
+            head_dim=6,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+        ),
+    ),
     "mistral": (
         MistralForCausalLM,
         MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False),
@@ -147,17 +166,45 @@ def make_family(name: str) -> None:
     config.architectures = [kind.__name__]
     (HERE / f"{name}.json").write_text(config.to_json_string())
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 150))
-    with torch.no_grad():
+    routers = [module for path, module in model.named_modules() if path.endswith("mlp.gate")]
+    with chosen_experts(routers) as chosen, torch.no_grad():
         logits = model(tokens).logits
+    with torch.no_grad():
         greedy = greedy_tokens(model, tokens[:1, :20])
-    weights = {path: weight.detach().numpy() for path, weight in model.named_parameters()}
     np.savez_compressed(
         HERE / f"{name}.npz",
-        **weights,
+        **published_weights(model),
+        **({"experts": np.stack(chosen).astype(np.int8)} if routers else {}),
         tokens=tokens.numpy().astype(np.int32),
         logits=logits[:, ::7].numpy().astype(np.float32),
         greedy=greedy.numpy().astype(np.int32),
     )
+
+
+def published_weights(model: Any) -> dict[str, np.ndarray]:
+    """Return the weights under the names of published files. The library's own may differ."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+@contextlib.contextmanager
+def chosen_experts(routers: Sequence[Any]) -> Iterator[list[np.ndarray]]:
+    """Collect the experts that each router chooses in the block, in the order of their ids."""
+    chosen: list[np.ndarray] = []
+
+    def collect(router: Any, inputs: Any, outputs: Any) -> None:
+        logits, _, ids = outputs
+        best = logits.topk(ids.shape[-1] + 1).values
+        assert (best[..., -2] - best[..., -1]).min() > 1e-4, "a near tie; take another seed"
+        chosen.append(ids.sort(dim=-1).values.numpy())
+
+    handles = [router.register_forward_hook(collect) for router in routers]
+    try:
+        yield chosen
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def greedy_tokens(model: Any, prompt: torch.Tensor, number: int = 24) -> torch.Tensor:

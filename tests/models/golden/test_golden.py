@@ -22,7 +22,7 @@ from lightning_jax.models.formats.load import LoadedModel, load_model
 from lightning_jax.models.formats.param_names import unflatten
 from lightning_jax.models.lora import merged, overlay, write_peft
 from lightning_jax.models.shape import DecoderConfig, Execution
-from lightning_jax.models.transformer import forward, unembed
+from lightning_jax.models.transformer import forward, forward_routes, unembed
 from lightning_jax.testing.tiny import tiny_tokenizer
 
 GOLDEN = Path(__file__).parent
@@ -44,7 +44,7 @@ def _logits(params, config, tokens):
 def test_logits_of_a_random_checkpoint_agree_with_transformers(family, tmp_path):
     golden = dict(np.load(GOLDEN / f"{family}.npz"))
     tokens, logits = golden.pop("tokens"), golden.pop("logits")
-    greedy = golden.pop("greedy", None)
+    greedy, experts = golden.pop("greedy", None), golden.pop("experts", None)
     (tmp_path / "config.json").write_bytes((GOLDEN / f"{family}.json").read_bytes())
     for shard in (0, 1):  # large models come in several files
         part = dict(list(golden.items())[shard::2])
@@ -54,6 +54,11 @@ def test_logits_of_a_random_checkpoint_agree_with_transformers(family, tmp_path)
     ours = _logits(params, DecoderConfig(shape), jnp.asarray(tokens))[:, ::7]
     assert np.abs(logits).max() > 1.0
     np.testing.assert_allclose(ours, logits, atol=1e-4)
+    if experts is not None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        routes, _ = forward_routes(params, DecoderConfig(shape), jnp.asarray(tokens), positions)
+        chosen = np.sort(routes.ids, axis=-1)
+        np.testing.assert_array_equal(chosen.reshape(experts.shape), experts)
     if greedy is not None:
         assert (
             _greedy(params, DecoderConfig(shape), tokens[:1, :20], len(greedy)) == greedy.tolist()

@@ -81,7 +81,7 @@ def test_plan_takes_a_target(
     command = ["plan", "--quick", "--config", str(CONFIG), "data.root=DIR", "--target", "h100:2"]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert "2 x cpu, data=1 fsdp=2 tensor=1" in printed
+    assert "2 x cpu, data=1 fsdp=2 expert=1 tensor=1" in printed
     assert "59.332 GiB" in printed.splitlines()[-1]
     assert main([*command, "--devices", "2"]) == 2
     stderr = capsys.readouterr().err
