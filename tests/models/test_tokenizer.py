@@ -309,15 +309,31 @@ def test_vocabulary_kinds_differ_in_how_they_cut_text():
     merges = [" ".join(pair) for pair in pairs]
     lengths = {
         pre: [len(byte_level_bpe(tokens, merges, pre).encode(t).ids) for t in ("123", "1234", " x")]
-        for pre in ("gpt-2", "smollm", "qwen2", "llama-bpe")
+        for pre in (
+            "gpt-2",
+            "smollm",
+            "refact",
+            "qwen2",
+            "llama-bpe",
+            "dbrx",
+            "smaug-bpe",
+            "gpt-4o",
+        )
     }
-    # smollm and qwen2 split digits one by one, llama-bpe in groups of three.
+    # smollm, refact and qwen2 split digits one by one, others but gpt-2 in groups of three.
     assert lengths == {
         "gpt-2": [1, 2, 1],
         "smollm": [3, 4, 1],
+        "refact": [3, 4, 1],
         "qwen2": [3, 4, 1],
         "llama-bpe": [1, 2, 1],
+        "dbrx": [1, 2, 1],
+        "smaug-bpe": [1, 2, 1],
+        "gpt-4o": [1, 2, 1],
     }
+    cut = byte_level_bpe(tokens, merges, "gpt-4o").pre_tokenizer
+    pieces = [piece for piece, _ in cut.pre_tokenize_str("It's camelCase a/b")]
+    assert pieces == ["It's", "Ġcamel", "Case", "Ġa", "/b"]
     with raises_coded(ModelError, "unsupported", "tokenizer.ggml.pre"):
         byte_level_bpe(tokens, merges, "unheard-of")
 

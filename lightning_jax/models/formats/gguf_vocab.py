@@ -19,11 +19,18 @@ _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# A word begins at a capital letter, and a contraction ends it.
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*){_CONTRACTIONS}?"
 _PATTERNS = {
-    "llama-bpe": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
+    "llama-bpe": _LLAMA3,
+    "dbrx": _LLAMA3,  # Granite 4, Phi-4
+    "smaug-bpe": _LLAMA3,  # SmolLM3
+    "gpt-4o": rf"{_CASED}|\p{{N}}{{1,3}}|" + _REST.replace(r"[\r\n]*", r"[\r\n/]*"),  # Phi-4-mini
     "qwen2": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",
 }
-_SINGLE_DIGITS = ("smollm",)
+_SINGLE_DIGITS = ("smollm", "refact")  # refact: Granite 3
 _ADDS_BOS = ("llama-bpe",)
 _PLAIN = ("gpt-2", "default")
 
