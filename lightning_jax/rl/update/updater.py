@@ -362,8 +362,8 @@ def make_updater(  # noqa: PLR0913  (the arguments are independent)
     )
     routes = None
     if num_experts(model):
-        platform, dtypes = mesh.devices.flat[0].platform, {"compute_dtype": jnp.dtype(dtype)}
-        routes = make_probe(model, platform, gather=make_gather(model, mesh), **dtypes)
+        platform, gather = mesh.devices.flat[0].platform, make_gather(model, mesh)
+        routes = make_probe(model, platform, compute_dtype=jnp.dtype(dtype), gather=gather)
     updater = partial(
         Updater, model, mesh, transformation, batch=batch, policies=policies, routes=routes
     )
