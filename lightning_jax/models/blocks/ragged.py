@@ -24,9 +24,10 @@ from lightning_jax.models.blocks.matmul import product
 Rows = Float[Array, "R I"]
 Kernels = Float[Array, "N I O"]
 Sizes = Int32[Array, " N"]
-# Rows of a block on a CPU. A block has one kernel, so a group's last block is partly wasted. Few
-# rows have small groups.
-_BLOCKS = ((1024, 8), (8192, 32))
+# Rows of a block on a CPU, by the number of all rows. A block has one kernel, so a group's last
+# block is partly wasted. Few rows have small groups. For 32 kernels [512, 384] on two cores, 8 rows
+# take 0.26 ms, as with copies of their kernels. 1,024 take 6 ms, 1.6 times one dense product.
+_BLOCKS = ((64, 4), (512, 8), (8192, 32))
 _LARGEST_BLOCK = 128
 
 log = logging.getLogger(__name__)
