@@ -54,14 +54,14 @@ def main() -> None:
             compute_dtype=jnp.dtype(dtype),
             num_decoded=options.decoded,
         )
-        found = []
+        flips = []
         for seed in range(options.seeds):
             rng = np.random.default_rng(seed)
             ids = rng.integers(0, config.shape.vocab_size, number).tolist()
             (batch,), _ = make_batches([sequence(ids[:-8], ids[-8:])], batch_config)
-            found.append(probe.measure(params, jax.tree.map(jnp.asarray, batch), batch)[FLIPS])
+            flips.append(probe.measure(params, jax.tree.map(jnp.asarray, batch), batch)[FLIPS])
         name = dtype + (f" with {activations} activations" if activations else "")
-        mean = float(np.mean(found))
+        mean = float(np.mean(flips))
         sys.stdout.write(f"{name}: {mean:.4f} of {layers} routers per token\n")
 
 

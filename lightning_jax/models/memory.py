@@ -116,7 +116,8 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dtyp
     shape, size = model.shape, jnp.dtype(dtype).itemsize
 
     def numbers(width: Width) -> int:
-        return width.units * width.size // _split(width.axis, width.units, mesh)
+        here = width.units * width.size // _split(width.axis, width.units, mesh)
+        return here * math.prod(mesh.shape[name] for name in MESH_AXES[width.gathers])
 
     def layer(block: Block) -> int:
         widths = activations_of(block, shape.embed_dim).values()

@@ -156,7 +156,9 @@ def units(spec: Experts) -> dict[str, int]:
 def activations(spec: Experts, embed_dim: int) -> dict[str, Width]:
     """Return what a layer keeps of one token for its backward pass, by its name in `KEPT`."""
     names = {"gate": "mlp", "up": "mlp", "gated": "mlp", "sorted in": None, "sorted out": None}
-    inner, outer = Width("mlp", spec.size, spec.chosen), Width(None, spec.chosen, embed_dim)
+    # Any device may get all pairs of the tokens that it shares experts with.
+    inner = Width("mlp", spec.size, spec.chosen, gathers="expert")
+    outer = Width(None, spec.chosen, embed_dim, gathers="expert")
     return {name: inner if axis else outer for name, axis in names.items()}
 
 

@@ -39,6 +39,7 @@ class Width:
     units: int
     size: int = 1
     is_statistic: bool = False  # float32, and small beside the others
+    gathers: str | None = None  # logical axis along which devices also have each other's tokens
 
 
 class RMSNorm(nn.Module):

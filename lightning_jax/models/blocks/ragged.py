@@ -1,14 +1,22 @@
 """Products of sorted rows, of which each group has a kernel of its own.
 
 A CPU loops over blocks of rows of one group. There `jax.lax.ragged_dot` multiplies every row by
-every kernel (64 kernels cost 65 times the operations of one). It does so on NVIDIA GPUs too.
+every kernel (64 kernels cost 65 times the operations of one). It does so on NVIDIA GPUs too, so
+other devices use the kernels of the library tokamax if the extra `tokamax` is installed. These have
+not run on a GPU or a TPU. A CPU ran tokamax's XLA implementation.
 """
 
+import contextlib
 import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.backend import get_default_device
 from jaxtyping import Array, Float, Int32
 
 from lightning_jax.models.blocks.matmul import product
@@ -16,10 +24,13 @@ from lightning_jax.models.blocks.matmul import product
 Rows = Float[Array, "R I"]
 Kernels = Float[Array, "N I O"]
 Sizes = Int32[Array, " N"]
-# Rows of a block on a CPU. A block has one kernel, so a group's last block is partly wasted. Few
-# rows have small groups.
-_BLOCKS = ((1024, 8), (8192, 32))
+# Rows of a block on a CPU, by the number of all rows. A block has one kernel, so a group's last
+# block is partly wasted. Few rows have small groups. For 32 kernels [512, 384] on two cores, 8 rows
+# take 0.26 ms, as with copies of their kernels. 1,024 take 6 ms, 1.6 times one dense product.
+_BLOCKS = ((64, 4), (512, 8), (8192, 32))
 _LARGEST_BLOCK = 128
+
+log = logging.getLogger(__name__)
 
 
 def ragged_matmul(rows: Rows, kernels: Kernels, sizes: Sizes) -> Float[Array, "R O"]:
@@ -64,11 +75,48 @@ def _within_groups(rows: Any, sizes: Any) -> Any:
 def _whole(rows: Any, kernels: Any, sizes: Any) -> Any:
     narrow = min(rows.dtype, kernels.dtype, key=lambda dtype: dtype.itemsize)
     sides = rows.astype(narrow), kernels.astype(narrow)
-    return jax.lax.ragged_dot(*sides, sizes, preferred_element_type=jnp.float32).astype(rows.dtype)
+    dot = functools.partial(jax.lax.ragged_dot, preferred_element_type=rows.dtype)
+    if get_default_device().platform == "cpu" or not is_installed():
+        return dot(*sides, sizes)
+    with _conventions():
+        tokamax = importlib.import_module("tokamax")
+        return tokamax.ragged_dot(*sides, sizes, preferred_element_type=rows.dtype)
+
+
+@functools.cache
+def is_installed() -> bool:
+    """Return whether tokamax can be imported. Warn if it is there and cannot."""
+    if importlib.util.find_spec("tokamax") is None:
+        return False
+    try:
+        importlib.import_module("tokamax")
+    except (ImportError, AttributeError) as error:  # the second with another JAX or flax
+        log.warning(
+            "experts use jax.lax.ragged_dot, because tokamax cannot be imported (%s); install the "
+            "versions of the extra 'lightning-jax[tokamax]'",
+            error,
+        )
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _conventions() -> Iterator[None]:
+    """Let tokamax promote ranks and use its default block sizes within the block.
+
+    It would log a warning for each shape for which it has no measured sizes.
+    """
+    settings = importlib.import_module("tokamax.config")
+    with settings.ignore_autotuning_cache(True), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def _backward_whole(rows: Any, kernels: Any, sizes: Any, out_grad: Any) -> tuple[Any, Any]:
-    return jax.vjp(functools.partial(_whole, sizes=sizes), rows, kernels)[1](out_grad)
+    pull = jax.vjp(functools.partial(_whole, sizes=sizes), rows, kernels)[1]
+    if not is_installed():
+        return pull(out_grad)
+    with _conventions():
+        return pull(out_grad)
 
 
 class _Blocks:

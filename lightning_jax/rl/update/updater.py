@@ -195,8 +195,8 @@ class Updater:
         metrics = {"train/num_batches": float(sum(map(len, sharded)))}
         if self.routes is None or not sharded:
             return metrics
-        (_, (on_host, *_)), (placed, *_) = packed[0], sharded[0]
-        return metrics | self.routes.measure(state.weights, placed, on_host)
+        (_, (on_host, *_)), (on_mesh, *_) = packed[0], sharded[0]
+        return metrics | self.routes.measure(state.weights, on_mesh, on_host)
 
     def _halves(
         self, sequences: Sequence[TrainingSequence], batches: Sequence[Batch]

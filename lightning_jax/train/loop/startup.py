@@ -16,9 +16,10 @@ from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http.server import local_url
 from lightning_jax.gateway.sessions.open_rollouts import ReadActivity
 from lightning_jax.models.config import AUTO
-from lightning_jax.models.formats.load import LoadedModel, load_configured
-from lightning_jax.models.lora import adapted
+from lightning_jax.models.formats.load import LoadedModel, load_configured, load_shape
+from lightning_jax.models.lora import adapted, adapted_shape
 from lightning_jax.models.precision import resolve_dtype
+from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.rl.choices import load_choices
 from lightning_jax.rollouts.agents.event_loop import isolate_agent
 from lightning_jax.rollouts.agents.functions import Agent, AgentFunction
@@ -276,9 +277,12 @@ def load_trainable(config: Config) -> LoadedModel:
     If rounded to bfloat16 first, a weight would have to move by half the grid spacing before any
     computation changed.
     """
-    dtype = config.model.dtype if config.model.lora.rank else "float32"
+    lora, number = config.model.lora, config.policy_table.num_adapters
+    if lora.rank:  # before the weights are read
+        adapted_shape(DecoderConfig(load_shape(config.model.name)), lora, number)
+    dtype = config.model.dtype if lora.rank else "float32"
     model = load_configured(replace(config.model, dtype=dtype))
-    return adapted(model, config.model.lora, config.seed, config.policy_table.num_adapters)
+    return adapted(model, lora, config.seed, number)
 
 
 def _model_that_fits(config: Config) -> tuple[LoadedModel, Config]:

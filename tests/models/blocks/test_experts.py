@@ -1,6 +1,7 @@
 """Tests of experts: products of groups, the router, gradients, the cache and several devices."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_jax.models.attention.kv_cache import init_cache
-from lightning_jax.models.blocks import experts
+from lightning_jax.models.blocks import experts, ragged
 from lightning_jax.models.blocks.layer import adapted_kernels_of, axes_of, kernels_of, share_of
 from lightning_jax.models.blocks.matmul import turn_kernels
 from lightning_jax.models.blocks.parts import Parts
@@ -111,14 +112,26 @@ def test_rows_beyond_the_groups_add_nothing_whatever_they_are():
         assert np.all(np.isfinite(grad))
 
 
+def test_tokamax_has_the_products_of_the_loop(monkeypatch: pytest.MonkeyPatch):
+    """With its XLA implementation, as on a GPU without kernels for these arrays."""
+    pytest.importorskip("tokamax")
+    keys = jax.random.split(jax.random.key(0), 2)
+    rows, kernels = jax.random.normal(keys[0], (43, 16)), jax.random.normal(keys[1], (5, 16, 8))
+    sizes = jnp.array([3, 0, 30, 9, 1], jnp.int32)
+    expected = _whole(rows, kernels, sizes)
+    gpu = SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(ragged, "get_default_device", lambda: gpu)
+    np.testing.assert_allclose(_whole(rows, kernels, sizes), expected, atol=1e-5)
+
+
 def test_bfloat16_kernels_round_rows_and_keep_float32_sums():
     keys = jax.random.split(jax.random.key(0), 2)
     rows, kernels = jax.random.normal(keys[0], (8, 64)), jax.random.normal(keys[1], (2, 64, 4))
     sizes = jnp.array([5, 3], jnp.int32)
     out = ragged_matmul(rows, kernels.astype(jnp.bfloat16), sizes)
-    narrow = [side.astype(jnp.bfloat16).astype(jnp.float32) for side in (rows, kernels)]
+    left, right = (side.astype(jnp.bfloat16).astype(jnp.float32) for side in (rows, kernels))
     assert out.dtype == jnp.float32
-    np.testing.assert_allclose(out, _reference(narrow[0], narrow[1], sizes), atol=1e-4)
+    np.testing.assert_allclose(out, _reference(left, right, sizes), atol=1e-4)
 
 
 def test_a_token_gets_the_weighted_sum_of_its_experts():
@@ -294,3 +307,7 @@ def test_blocks_tell_what_experts_need():
     # Of the embedding, the query heads, the key heads and three products of two experts.
     layer = 4 * 32 + 3 * 32 + 3 * 16 + 3 * 2 * 24 + 2 * 2 * 32
     assert activation_bytes(CONFIG, mesh, remat="none", dtype=jnp.float32) == 4 * 3 * layer
+    # Two devices that share experts have each other's tokens there.
+    mesh = make_mesh(MeshConfig(1, 1, 1, 0, 2), jax.devices()[:2])
+    shared = layer + 3 * 2 * 24 + 2 * 2 * 32
+    assert activation_bytes(CONFIG, mesh, remat="none", dtype=jnp.float32) == 4 * 3 * shared

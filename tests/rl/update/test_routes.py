@@ -36,7 +36,7 @@ SEQUENCES = [
 
 
 def test_flips_are_layers_in_which_other_experts_are_chosen():
-    """Of 2 layers and 2 tokens, one layer differs for the first token. The order is no flip."""
+    """One layer of two differs for the first token of two. The order is no flip."""
     ids = np.array([[[0, 1], [2, 3]], [[0, 1], [2, 3]]])
     others = np.array([[[1, 0], [2, 3]], [[0, 2], [3, 2]]])
     assert flips(ids, others) == 0.5 and flips(ids, ids) == 0.0
