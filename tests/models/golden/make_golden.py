@@ -59,6 +59,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+WIDE: dict[str, Any] = SIZES | {"hidden_size": 32}
+DEEP: dict[str, Any] = SIZES | {"num_hidden_layers": 5}
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,
@@ -121,9 +123,8 @@ FAMILIES = {
     "phi3": (  # longer than the 150 tokens, so that the short factors count
         Phi3ForCausalLM,
         Phi3Config(
-            **SIZES | {"hidden_size": 32},
+            **WIDE,
             original_max_position_embeddings=256,
-            partial_rotary_factor=0.75,
             rope_parameters={
                 "rope_type": "longrope",
                 "rope_theta": 100.0,
@@ -141,7 +142,7 @@ FAMILIES = {
     "smollm3": (  # five layers, so that the pattern of four ends within its second turn
         SmolLM3ForCausalLM,
         SmolLM3Config(
-            **SIZES | {"num_hidden_layers": 5},
+            **DEEP,
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=None,
