@@ -69,7 +69,7 @@ setup(
         "aiohttp>=3.12",
         "yarl>=1.17",
         "pydantic>=2.12",
-        "typing_extensions",
+        "typing-extensions",
         "annotated-types>=0.7",
         "prometheus-client>=0.21",
         "omegaconf>=2.4",  # Literal types

@@ -367,8 +367,8 @@ def _measure_pages(setting: Setting) -> Iterator[Figure]:
     serve = ServeConfig(slots=16, max_len=768, prefill_buckets=(768,), prefix_cache_mib=64.0)
     engine = SlotPrograms(config, serve, dtype="bfloat16")
     cache, pool = engine.init_state().cache, engine.pages.init_pool()
-    shape = config.shape
-    page_bytes = 4 * PAGE * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    mixers = [block.mixer for block in config.shape.blocks]
+    page_bytes = 4 * PAGE * sum(mixer.kv_heads * mixer.head_dim for mixer in mixers)
     for rows, blocks, predicted in (
         (1, 2, "80 to 150"),
         (16, 4, "90 to 160"),

@@ -18,13 +18,12 @@ from lightning_jax.engine.generation import (
     deliver,
 )
 from lightning_jax.engine.response import Response, TimeLimit
-from lightning_jax.engine.types import SamplingParams
+from lightning_jax.engine.types import LONGEST_WAIT, SamplingParams
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.tokenizer import StreamDecoder, Tokenizer
 
 Request = TypeVar("Request")
 LoopStatus = Literal["ok", "draining", "failed"]  # a closed loop is "failed", too
-LONGEST_WAIT = "serve/longest_wait_s"  # of a request for its next token, since the start
 
 
 def join_statuses(statuses: Iterable[LoopStatus]) -> LoopStatus:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from lightning_jax.engine.admission import LONGEST_WAIT
 from lightning_jax.engine.decode import Request, Stepper, Steps
 from lightning_jax.engine.device.prefix_cache import PrefixCache, Row
 from lightning_jax.engine.device.slots import SlotPrograms
@@ -14,6 +13,7 @@ from lightning_jax.engine.grammar.compiler import GrammarCompiler, GrammarError
 from lightning_jax.engine.grammar.process import GrammarProcessLost, wait_readable
 from lightning_jax.engine.prefill import Prefill
 from lightning_jax.engine.scheduler import Scheduler
+from lightning_jax.engine.types import LONGEST_WAIT
 from lightning_jax.types import FinishReason
 
 log = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ from lightning_jax.types import FinishReason, check_same_length, fill_default
 
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), best first
 MAX_TOP_LOGPROBS = 20
+LONGEST_WAIT = "serve/longest_wait_s"  # of a request for its next token, since the start
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lightning_jax.engine.admission import LONGEST_WAIT
+from lightning_jax.engine.types import LONGEST_WAIT
 from lightning_jax.gateway.answer import Answer
 
 HUNG_UP = 499  # the client disconnected before the answer; nginx's status for it

@@ -63,8 +63,8 @@ class NamedParam:
 
     def check(self, place: Place, shape: tuple[int, ...], *, is_expert: bool = False) -> None:
         """Raise ModelError if the tensor of the parameter has another shape than it needs."""
-        own, axis = self._rows(is_expert)
-        expected = (*own[:axis], place.total, *own[axis + 1 :])
+        expected, axis = self._rows(is_expert)
+        expected = (*expected[:axis], place.total, *expected[axis + 1 :])
         if shape != expected:
             raise ModelError.mismatch(
                 place.name,

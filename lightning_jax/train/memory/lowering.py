@@ -1,5 +1,6 @@
 """Programs of an update, lowered from shapes alone. Nothing is allocated or run."""
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,9 @@ def lower_step(
     sums = {name: _scalar(jnp.float32, whole) for name in names}
     grads = (params, None)
     present = () if policies is None else (np.ones(policies.number, bool),)
-    with jax.default_device(updater.mesh.devices.flat[0]):  # for which attention.py picks kernels
+    device = updater.mesh.devices.flat[0]
+    is_here = device in jax.devices()  # then the same context as the run's, or it compiles again
+    with contextlib.nullcontext() if is_here else jax.default_device(device):  # for attention.py
         return (
             functions.grads_fn.lower(
                 params, grads, sums, bundle, count, reference, None, state.base

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_jax.engine.admission import LONGEST_WAIT
+from lightning_jax.engine.types import LONGEST_WAIT
 from lightning_jax.rollouts.results.failures import failures
 from lightning_jax.system.text import printable
 from lightning_jax.traces.store import Store

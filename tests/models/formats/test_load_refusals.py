@@ -61,7 +61,7 @@ def test_weights_that_contradict_the_config_are_refused(family: str, tmp_path: P
     if last in arrays:
         write(arrays, num_hidden_layers=model.config.shape.num_layers - 1)
         _refused(tmp_path, "unsupported", last)
-    write(arrays, model_type="mamba2")
+    write(arrays, model_type="mamba2", num_experts=0)
     _refused(tmp_path, "unsupported", "model_type")
 
 
@@ -80,11 +80,13 @@ def test_tensors_that_contradict_the_metadata_are_refused(family: str, tmp_path:
     _refused(path, "unsupported", norm)
     write_gguf(path, model, kept=kept, tensors={norm: np.zeros(size + 1, np.float32)})
     _refused(path, "mismatch", norm)
-    write_gguf(path, model, {f"{family}.block_count": (1, NUMBER)})
+    prefix = FAMILIES[family].gguf or family
+    write_gguf(path, model, {f"{prefix}.block_count": (1, NUMBER)})
     layers = {name for name in names if name.startswith("blk.") and name.split(".")[1] != "0"}
     _refused(path, "unsupported", min(layers))
     write_gguf(path, model, architecture="granitehybrid")
-    _refused(path, "unsupported", "general.architecture")
+    experts = "granitehybrid.expert_count" if FAMILIES[family].has_experts else None
+    _refused(path, "unsupported", experts or "general.architecture")
 
 
 def test_weights_beside_the_decoder_are_not_read(
