@@ -81,7 +81,7 @@ def read_options(
     name = getattr(function, "__name__", type(function).__name__)
     try:
         signature = inspect.signature(function)
-        signature.bind_partial(*arguments)
+        first = signature.bind_partial(*arguments).arguments
     except TypeError as error:
         raise ConfigError(
             f"{where}: {name} cannot be called with ({', '.join(arguments)}): {error}",
@@ -90,8 +90,8 @@ def read_options(
         ) from error
     except ValueError:  # a builtin may have no signature
         return dict(options)
-    parameters = list(signature.parameters.values())
-    parameters = [p for p in parameters[len(arguments) :] if p.kind is not p.VAR_POSITIONAL]
+    others = (p for name, p in signature.parameters.items() if name not in first)
+    parameters = [p for p in others if p.kind is not p.VAR_POSITIONAL]
     fields = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
     hints = _hints(function)
     keys = {p.name: hints.get(p.name, Any) for p in fields}

@@ -100,16 +100,20 @@ async def test_options_reach_functions_and_programs(tmp_path: Path) -> None:
 
 def test_options_are_read_as_the_types_of_the_function(tmp_path: Path) -> None:
     file = tmp_path / "typed.py"
-    file.write_text(
+    text = (
         "def run(task, llm, ask: str, *, sizes: tuple[int, ...] = (), other=None):\n"
         "    return float(len(ask) + sum(sizes) + isinstance(sizes, tuple))\n"
     )
+    file.write_text(text)
 
     def result(**options: Any) -> Any:
         agent = make_agent(AgentConfig(f"{file}:run", options=options))
         return asyncio.run(agent({"id": "a"}, URL))  # type: ignore[arg-type]
 
     assert result(ask="ab", sizes=[3, "4"], other={}) == 10
+    file.write_text("def run(*arguments, **options):\n    return options['ask']\n")
+    assert result(ask=0.5) == 0.5
+    file.write_text(text)
     for options, key in (
         ({"ask": {"Reply with": "NUMBER"}}, "ask"),  # an unquoted colon in YAML
         ({"ask": "ab", "sizes": [3, "four"]}, "sizes.1"),
