@@ -49,6 +49,7 @@ INNER = {
             "template_limits",
             "chat_template",
             "vocabulary",
+            "tokamax_library",
         ),
         *("tokenizer", "config", "policies", "shape", "families", "mesh", "attention", "blocks"),
         *("precision", "transformer", "formats", "lora", "sharding", "reshard", "memory"),

@@ -82,13 +82,14 @@ def tokamax_decode(shape: CacheShape, *, is_folded: bool = False) -> Decode:
     Folded, the heads that share a key head are the queries of one kernel program.
     """
     from lightning_jax.models.attention import flash_tokamax
+    from lightning_jax.models.tokamax_library import conventions
 
     operation = flash_tokamax._operation(False)
 
     def attend(queries: Any, keys: Any, values: Any, layer: int) -> Any:
         sides = (_of_layer(shape, layer, side) for side in (keys, values))
         mask = flash_tokamax._module("base").Mask(k_end=shape.ends[:, None, None])
-        with flash_tokamax._conventions():
+        with conventions():
             bound = operation.bind(queries, *sides, mask=mask)
             sizes = operation._get_heuristics_config_impl(bound, fold_q_sequence_heads=is_folded)
             return operation.replace(config=sizes)(*bound.args, mask=mask)
@@ -102,6 +103,7 @@ def tokamax_in_place(shape: CacheShape) -> Decode:
     A key head of a slot is a row of its own, and the heads that share it are its queries.
     """
     from lightning_jax.models.attention import flash_tokamax
+    from lightning_jax.models.tokamax_library import conventions
 
     operation = flash_tokamax._operation(False)
     group = shape.heads // shape.kv_heads
@@ -110,7 +112,7 @@ def tokamax_in_place(shape: CacheShape) -> Decode:
         sides = (_of_layer(shape, layer, side)[..., None, :] for side in (keys, values))
         by_head = queries.reshape(shape.slots, shape.kv_heads, group, 1, shape.size)
         mask = flash_tokamax._module("base").Mask(k_end=shape.ends[:, None, None, None])
-        with flash_tokamax._conventions():
+        with conventions():
             return operation(by_head, *sides, mask=mask).reshape(queries.shape)
 
     return Decode(attend, (shape.slots, shape.kv_heads, shape.length, shape.size))

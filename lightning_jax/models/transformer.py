@@ -114,6 +114,20 @@ def _ropes(shape: DecoderShape, positions: Int[Array, "B T"]) -> list[RopeTables
     return [tables[mixer.rope, mixer.head_dim] if mixer.rope else None for mixer in mixers]
 
 
+def _inputs(
+    shape: DecoderShape,
+    positions: Int[Array, "B T"],
+    ends: Int[Array, "B T"] | None,
+    cache: KVCache | None,
+    rows: Int[Array, " B"] | None,
+    adapters: Int[Array, " B"] | None,
+) -> list[LayerInputs]:
+    """Return the inputs of each layer."""
+    places = None if cache is None else positions
+    ropes = _ropes(shape, positions)
+    return [LayerInputs(rope, ends, places, rows, adapters) for rope in ropes]
+
+
 def _grown(tables: RopeTables, rope: Rope) -> RopeTables:
     """Return the tables times the factor of the rope, if it has one."""
     if not isinstance(rope.scaling, LongRope):
@@ -268,9 +282,7 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
             key="adapters",
         )
     gather = gather or _keep
-    places = None if cache is None else positions
-    ropes = _ropes(config.shape, positions)
-    inputs = [LayerInputs(rope, ends, places, rows, adapters) for rope in ropes]
+    inputs = _inputs(config.shape, positions, ends, cache, rows, adapters)
     if remat != "none" and cache is None:
         return _forward_recomputing(params, config, tokens, inputs, remat, gather), None
     return _forward_in_turn(gather(params), config, tokens, inputs, cache, _layer)
@@ -289,9 +301,7 @@ def forward_routes(
 ) -> tuple[Routes, KVCache | None]:
     """Return what the routers choose for each token, without a gradient. See `forward`."""
     routes: list[dict[str, Any]] = []
-    places = None if cache is None else positions
-    ropes = _ropes(config.shape, positions)
-    inputs = [LayerInputs(rope, ends, places, None, adapters) for rope in ropes]
+    inputs = _inputs(config.shape, positions, ends, cache, None, adapters)
 
     def apply(*arguments: Any) -> tuple[Hidden, LayerCache | None]:
         result, chosen = _layer_with_routes(*arguments)

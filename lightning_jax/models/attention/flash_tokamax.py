@@ -14,12 +14,8 @@ The public function of tokamax takes no ends and returns no sums of the softmax.
 here are private, so the extra pins one version.
 """
 
-import contextlib
 import functools
 import importlib
-import importlib.util
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,13 +23,12 @@ import jax.numpy as jnp
 from jax.extend.backend import get_default_device
 
 from lightning_jax.models.attention.blockwise import pad_to
+from lightning_jax.models.tokamax_library import can_import, conventions
 
 _SIZE = 128  # rows are padded to a multiple, because the kernels read their mask in tiles
 _LONGEST = 8192  # the mask of a longer row would take more than 64 MiB, twice when going backward
 _WIDEST = 128  # head size; some wider ones do not fit in a Blackwell GPU
 _MODULES = "tokamax._src.ops.attention"
-
-log = logging.getLogger(__name__)
 
 
 def is_supported(queries: Any) -> bool:
@@ -52,21 +47,9 @@ def is_supported(queries: Any) -> bool:
     )
 
 
-@functools.cache
 def is_installed() -> bool:
-    """Return whether tokamax can be imported. Warn if it is there and cannot."""
-    if importlib.util.find_spec("tokamax") is None:
-        return False
-    try:
-        _module("pallas_mosaic_gpu")
-    except (ImportError, AttributeError) as error:  # the second with another JAX or flax
-        log.warning(
-            "attention uses the Triton kernels, because tokamax cannot be imported (%s); install "
-            "the versions of the extra 'lightning-jax[tokamax]'",
-            error,
-        )
-        return False
-    return True
+    """Return whether the kernels can be imported. Warn if tokamax is there and they cannot."""
+    return can_import(f"{_MODULES}.pallas_mosaic_gpu", "attention uses the Triton kernels")
 
 
 def forward(
@@ -80,7 +63,7 @@ def forward(
     kv_heads = keys.shape[2]
     *arrays, ends = _pad(queries, keys, values, ends)
     mask = _mask(q_end=ends[:, None], k_start=_roots(ends)[:, None])
-    with _conventions():
+    with conventions():
         out, (top, total) = _operation(interpret)(*arrays, mask=mask, return_residuals=True)
     log_sums = (top + jnp.log(total))[..., :length]
     return out[:, :length], log_sums.reshape(rows, kv_heads, heads // kv_heads, length)
@@ -104,7 +87,7 @@ def backward(
     # Without roots, which would save no block here and cost a comparison for each pair.
     bound = operation.bind(*arrays, mask=_mask(q_end=ends[:, None]))
     options = {name: value for name, value in bound.kwargs.items() if name != "return_residuals"}
-    with _conventions():
+    with conventions():
         grads = operation.vjp(sums, out, out_grad, *bound.args, **options)
     return grads["q"][:, :length], grads["k"][:, :length], grads["v"][:, :length]
 
@@ -140,17 +123,6 @@ def _operation(interpret: bool) -> Any:
         base = _module("base")
         return base.DotProductAttention(vjp=base.DotProductAttentionVjp())
     return _module("pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
-
-
-@contextlib.contextmanager
-def _conventions() -> Iterator[None]:
-    """Let tokamax promote ranks and use its default block sizes within the block.
-
-    It would log a warning for each shape for which it has no measured sizes.
-    """
-    settings = importlib.import_module("tokamax.config")
-    with settings.ignore_autotuning_cache(True), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def _module(name: str) -> Any:

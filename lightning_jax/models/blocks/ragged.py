@@ -6,12 +6,8 @@ other devices use the kernels of the library tokamax if the extra `tokamax` is i
 not run on a GPU or a TPU. A CPU ran tokamax's XLA implementation.
 """
 
-import contextlib
 import functools
 import importlib
-import importlib.util
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,6 +16,7 @@ from jax.extend.backend import get_default_device
 from jaxtyping import Array, Float, Int32
 
 from lightning_jax.models.blocks.matmul import product
+from lightning_jax.models.tokamax_library import can_import, conventions
 
 Rows = Float[Array, "R I"]
 Kernels = Float[Array, "N I O"]
@@ -29,8 +26,6 @@ Sizes = Int32[Array, " N"]
 # take 0.26 ms, as with copies of their kernels. 1,024 take 6 ms, 1.6 times one dense product.
 _BLOCKS = ((64, 4), (512, 8), (8192, 32))
 _LARGEST_BLOCK = 128
-
-log = logging.getLogger(__name__)
 
 
 def ragged_matmul(rows: Rows, kernels: Kernels, sizes: Sizes) -> Float[Array, "R O"]:
@@ -76,46 +71,22 @@ def _whole(rows: Any, kernels: Any, sizes: Any) -> Any:
     narrow = min(rows.dtype, kernels.dtype, key=lambda dtype: dtype.itemsize)
     sides = rows.astype(narrow), kernels.astype(narrow)
     dot = functools.partial(jax.lax.ragged_dot, preferred_element_type=rows.dtype)
-    if get_default_device().platform == "cpu" or not is_installed():
+    if get_default_device().platform == "cpu" or not _has_tokamax():
         return dot(*sides, sizes)
-    with _conventions():
+    with conventions():
         tokamax = importlib.import_module("tokamax")
         return tokamax.ragged_dot(*sides, sizes, preferred_element_type=rows.dtype)
 
 
-@functools.cache
-def is_installed() -> bool:
-    """Return whether tokamax can be imported. Warn if it is there and cannot."""
-    if importlib.util.find_spec("tokamax") is None:
-        return False
-    try:
-        importlib.import_module("tokamax")
-    except (ImportError, AttributeError) as error:  # the second with another JAX or flax
-        log.warning(
-            "experts use jax.lax.ragged_dot, because tokamax cannot be imported (%s); install the "
-            "versions of the extra 'lightning-jax[tokamax]'",
-            error,
-        )
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _conventions() -> Iterator[None]:
-    """Let tokamax promote ranks and use its default block sizes within the block.
-
-    It would log a warning for each shape for which it has no measured sizes.
-    """
-    settings = importlib.import_module("tokamax.config")
-    with settings.ignore_autotuning_cache(True), jax.numpy_rank_promotion("allow"):
-        yield
+def _has_tokamax() -> bool:
+    return can_import("tokamax", "experts use jax.lax.ragged_dot")
 
 
 def _backward_whole(rows: Any, kernels: Any, sizes: Any, out_grad: Any) -> tuple[Any, Any]:
     pull = jax.vjp(functools.partial(_whole, sizes=sizes), rows, kernels)[1]
-    if not is_installed():
+    if not _has_tokamax():
         return pull(out_grad)
-    with _conventions():
+    with conventions():
         return pull(out_grad)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool
 
 from lightning_jax.models.blocks.layer import kernels_of, share_of
 from lightning_jax.models.shape import Block, DecoderConfig
@@ -27,13 +28,17 @@ class Work:
     targets: int  # pairs of a node and a token, for which the LM head runs
 
 
+def used_nodes(batch: Batch) -> Bool[np.ndarray, "B T"]:
+    """Return which nodes of a host's batch are no padding."""
+    # A padding node is a tree of its own at position 0; a prompt's root has descendants.
+    return (batch.positions > 0) | (batch.ends - np.arange(batch.ends.shape[1]) > 1)
+
+
 def work_of(batches: Sequence[Batch]) -> Work:
     """Return the size of microbatches on the host, as `make_batches` returns them."""
     tokens = pairs = targets = 0
     for batch in batches:
-        seen = batch.ends - np.arange(batch.ends.shape[1])
-        # A padding node is a tree of its own at position 0; a prompt's root has descendants.
-        is_used = (batch.positions > 0) | (seen > 1)
+        seen, is_used = batch.ends - np.arange(batch.ends.shape[1]), used_nodes(batch)
         tokens += int(is_used.sum())
         pairs += int(seen[is_used].sum())
         targets += int((batch.distinct.ids >= 0).sum())

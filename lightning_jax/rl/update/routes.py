@@ -19,6 +19,7 @@ from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.shape import DecoderConfig, Experts
 from lightning_jax.models.transformer import Gather, Params, Routes, forward_routes
 from lightning_jax.rl.batches.batch import Batch
+from lightning_jax.rl.update.flops import used_nodes
 from lightning_jax.types import Metrics
 
 FLIPS, LOAD, ENTROPY = "train/route_flips", "train/expert_load_max", "train/router_entropy"
@@ -50,15 +51,13 @@ class RouteProbe:
         """Return the metrics of a placed microbatch, of which `on_host` is the host's copy."""
         length = on_host.positions.shape[1]
         routes = self.read(params, batch)
-        seen = on_host.ends - np.arange(length)
-        is_used = (on_host.positions > 0) | (seen > 1)
         path = deepest_path(on_host)
         tokens = np.zeros(length, np.int32)
         tokens[: len(path)] = on_host.tokens[0][path]
         adapter = None if on_host.adapters is None else on_host.adapters[:1]
         again = self.replay(params, tokens, np.int32(len(path)), adapter)
         ids, entropy, replayed = jax.device_get((routes.ids, routes.entropy, again.ids))
-        metrics = balance(ids, entropy, is_used, num_experts(self.config))
+        metrics = balance(ids, entropy, used_nodes(on_host), num_experts(self.config))
         return metrics | {FLIPS: flips(ids[:, 0, path], replayed[:, : len(path)])}
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
+from random_trees import random_ends
 
 from lightning_jax.models.attention import attention, blockwise, flash, flash_gpu, flash_tpu
 from lightning_jax.models.config import MeshConfig
@@ -23,21 +24,6 @@ from lightning_jax.testing.machine import mesh_for
 
 KERNELS = {"tpu": flash_tpu, "gpu": flash_gpu}
 TARGETS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
-
-
-def random_ends(length: int, seed: int, depth: float) -> np.ndarray:
-    """Return the ends of a row of random trees.
-
-    A node extends the path of the node before, forks off further up, or starts a new tree. A
-    larger `depth` gives longer paths.
-    """
-    random = np.random.default_rng(seed)
-    ends, path = np.full(length, length), []
-    for node in range(length):
-        while path and random.random() > depth:
-            ends[path.pop()] = node
-        path.append(node)
-    return ends
 
 
 def random_inputs(ends: Any, heads: int = 4, kv_heads: int = 2, size: int = 16) -> list[Any]:

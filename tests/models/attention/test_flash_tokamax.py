@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 from gpu_programs import count_program
 from jax.sharding import NamedSharding
+from random_trees import random_ends
 
+from lightning_jax.models import tokamax_library
 from lightning_jax.models.attention import attention, flash_gpu, flash_tokamax
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import batch_sharding, make_mesh
@@ -27,17 +29,6 @@ needs_tokamax = pytest.mark.skipif(
     importlib.util.find_spec("tokamax") is None, reason="the extra tokamax is not installed"
 )
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its imports
-
-
-def random_ends(length: int, seed: int, depth: float) -> np.ndarray:
-    """Return the ends of a row of random trees; see test_flash.py."""
-    random = np.random.default_rng(seed)
-    ends, path = np.full(length, length), []
-    for node in range(length):
-        while path and random.random() > depth:
-            ends[path.pop()] = node
-        path.append(node)
-    return ends
 
 
 LENGTH = 260  # not a multiple of the kernels' blocks
@@ -84,13 +75,13 @@ def test_library_of_another_version_leaves_the_other_kernels(monkeypatch: Any, c
     def broken(name: str) -> Any:
         raise AttributeError("module 'hijax' has no attribute 'HiPrimitive'")
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(tokamax_library, "is_installed", lambda name: True)
     monkeypatch.setattr(importlib, "import_module", broken)
-    is_installed = flash_tokamax.is_installed.__wrapped__  # without its cache
-    assert not is_installed()
+    can_import = tokamax_library.can_import.__wrapped__  # without its cache
+    assert not can_import("tokamax", "others are used")
     assert len(caplog.records) == 1
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not is_installed() and len(caplog.records) == 1
+    monkeypatch.setattr(tokamax_library, "is_installed", lambda name: False)
+    assert not can_import("tokamax", "others are used") and len(caplog.records) == 1
 
 
 @functools.cache
