@@ -65,12 +65,13 @@ def _load(config: ServerConfig) -> Engine:
         model=named, serve=config.serve, mesh=MeshConfig(tensor=config.tensor), num_steps=0
     )
     serve = size_for_server(settings, model.config, config.serve, fits_slots=config.fits_slots)
+    engine = Engine(model, serve, dtype=named.dtype, mesh=mesh)
     log.info(
-        "%d slots (--slots) of %d tokens (--max-len; the model has %d positions), and a prefix "
-        "cache of %g MiB",
+        "slots: %d (--slots) of %d tokens (--max-len; the model has %d positions); prefix cache: "
+        "%g MiB",
         *(serve.slots, serve.max_len, model.config.shape.max_positions, serve.prefix_cache_mib),
     )
-    return Engine(model, serve, dtype=named.dtype, mesh=mesh)
+    return engine
 
 
 async def _until_stopped(engine: Engine, drain_s: float, on_start: Callable[[], None]) -> None:

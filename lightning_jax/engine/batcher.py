@@ -18,7 +18,7 @@ from lightning_jax.types import FinishReason
 
 log = logging.getLogger(__name__)
 
-ALONE = 8  # times as long may prompts take in a turn while nothing decodes
+ALONE = 8  # factor of the time for prefill while nothing decodes
 MASK_TIMEOUT_S = 0.02  # longest wait for masks if all requests are sequential
 
 _COUNTERS = ("cancelled", "grammar_errors", "tokens_forced")

@@ -67,9 +67,9 @@ class ServeConfig(Section):
     to 512 tokens or the longest chunk. Each combination is one compile. None: those of 32, 128 and
     512 that are at most half of max_len, and 32."""
     prefill_s: Positive = 0.25
-    """Longest time that prompts take between two decode steps, so that a long prompt does not hold
-    up the responses beside it. Its length in tokens is measured as the engine runs, and at least
-    the shortest chunk. If nothing decodes, prompts take up to 8 times as long in a turn."""
+    """Longest time that prefill takes between two decode steps, so that a long prompt does not hold
+    up other responses. The engine measures how many tokens that is, and prefills at least the
+    shortest chunk. While nothing decodes, prefill takes up to 8 times as long."""
     steps_per_dispatch: Count | None = None
     """Decode steps per dispatch. A response that reaches its limit or an end-of-turn token takes no
     part in the rest. Stop strings, grammars, biases and penalties need the host after each step, so

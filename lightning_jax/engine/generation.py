@@ -27,7 +27,8 @@ class PromptTooLong(InvalidValue):
         super().__init__(
             f"This model's maximum context length is {max_len} tokens, but the prompt is too long: "
             f"{number} tokens > {max_len - 1} maximum, which leaves 1 for the response. Shorten it "
-            "or raise serve.max_len (--max-len of lightning-jax serve).",
+            "or, if the model has more positions, raise serve.max_len (--max-len of lightning-jax "
+            "serve).",
             reason="too_long",
             key="prompt",
         )
@@ -44,8 +45,8 @@ class Draining(Coded, RuntimeError):
 class Generation:
     """Handle of one running request. Only `cancel` may be called off the event loop's thread.
 
-    Iterate over it for chunks, await `result()`, or do both. The engine cuts chunks from the time
-    on at which somebody iterates, and the first one has all tokens so far.
+    Iterate over it for chunks, await `result()`, or do both. The engine cuts chunks once
+    somebody iterates. The first chunk has all tokens so far.
     """
 
     def __init__(self, cancel: "Callable[[Generation], None]") -> None:

@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 from lightning_jax.errors import UserError
 from lightning_jax.settings.errors import ConfigError
 from lightning_jax.settings.paths import file_of
-from lightning_jax.settings.schema import PathKind, Rule, Section, section
+from lightning_jax.settings.schema import PathKind, Rule, Section, first_problem, section
 
 _loaded: dict[str, ModuleType] = {}  # modules by path and modification time
 Item = TypeVar("Item")
@@ -103,12 +103,13 @@ def read_options(
     try:
         return TypeAdapter(form).validate_python(dict(options))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join((where, "options", *map(str, first["loc"])))
-        names = ", ".join(p.name for p in fields) or "none"
-        raise ConfigError.invalid(
-            key, f"{key}: {first['msg']}; the options of {name} are: {names}."
-        ) from error
+        problem = first_problem(error)
+        key = ".".join((where, "options", *map(str, problem.path)))
+        is_extra = problem.reason == "extra_forbidden"
+        fact = f"there is no option {key}" if is_extra else problem.sentence(key).removesuffix(".")
+        names = ", ".join(p.name for p in fields)
+        options = f"the options {names}" if names else "no options"
+        raise ConfigError.invalid(key, f"{fact}; {name} takes {options}.") from error
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

@@ -140,6 +140,7 @@ def test_stopped_while_it_compiles_it_ends_without_an_error(model_dir: Path) -> 
         (["serve", "--slotz", "3"], 2, ("--slotz 3", "--slots", "lightning-jax serve --help")),
         (["serve", "--port", "x"], 2, ("--port", "'x'", "lightning-jax serve --help")),
         (["serve", "--port", "70000"], 2, ("port", "70000", "65535")),
+        (["serve", "--slots", "0"], 2, ("slots", "0", "1")),
         (["serve", "--tensor", "0"], 2, ("tensor", "0", "1")),
         (["serve", "--tensor", "3"], 1, ("tensor", "3", "8")),
         (["serve", "--drain-s", "nan"], 2, ("drain_s", "nan")),

@@ -149,7 +149,7 @@ class Serve(Command):
         model = {name: getattr(self, name) for name in _MODEL_FLAGS}
         model["chat_template_kwargs"] = self.chat_template_kwargs or {}
         serve = {name: getattr(self, name) for name in _SERVE_FLAGS}
-        serve["slots"] = self.slots or ServeConfig.slots
+        serve["slots"] = ServeConfig.slots if self.slots is None else self.slots
         return ServerConfig(
             model=ModelConfig(name=self.model, **model),
             serve=ServeConfig(**serve),

@@ -128,7 +128,7 @@ def _mix(x: Hidden, weights: _Weights, ids: _Ids, *kernels: Any) -> Float32[Arra
 
 @jax.custom_vjp
 def _take(rows: Any, index: Any, places: Any) -> Any:
-    """Return rows of `rows` repeated, each as often in a row as makes them as many as the indices.
+    """Repeat each row len(index) / len(rows) times, and return the repeated rows at `index`.
 
     `places` is the inverse permutation, by which the gradient is taken. JAX's own rule scatters.
     """
