@@ -108,8 +108,8 @@ def read_options(
         is_extra = problem.reason == "extra_forbidden"
         fact = f"there is no option {key}" if is_extra else problem.sentence(key).removesuffix(".")
         names = ", ".join(p.name for p in fields)
-        options = f"the options {names}" if names else "no options"
-        raise ConfigError.invalid(key, f"{fact}; {name} takes {options}.") from error
+        choices = f"the options {names}" if names else "no options"
+        raise ConfigError.invalid(key, f"{fact}; {name} takes {choices}.") from error
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
