@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Sharding
 
 from lightning_jax.models import chat_template as templates
 from lightning_jax.models.config import ModelConfig
@@ -27,7 +27,6 @@ from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.formats.param_names import ParamPath, Put, flatten, keep, unflatten
 from lightning_jax.models.model_files import TINY, ModelError, read_chat_template
 from lightning_jax.models.shape import DecoderConfig, DecoderShape, Execution
-from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.tokenizer import Tokenizer, from_hf
 from lightning_jax.models.transformer import Params, init_params
 
@@ -54,15 +53,15 @@ class ModelReader:
     params: Callable[[Put], Params]
     path: Path | None = None
 
-    def load(self, mesh: Mesh | None = None) -> LoadedModel:
+    def load(self, shardings: Params | None = None) -> LoadedModel:
         """Read the weights into host memory, because one device may be too small for them.
 
-        With a mesh of this process, each weight goes to its shards on the mesh as soon as it is
-        read, so that the host never holds the whole model.
+        With a tree of shardings on devices of this process, each weight goes to its shards as soon
+        as it is read, so that the host never holds the whole model.
         """
         started = time.monotonic()
         with _on_host():
-            put = keep if mesh is None else _to_shards(self.config, mesh)
+            put = keep if shardings is None else _to_shards(flatten(shardings))
             params = jax.block_until_ready(self.params(put))
         if self.path is not None:
             seconds = time.monotonic() - started
@@ -70,9 +69,7 @@ class ModelReader:
         return LoadedModel(self.name, self.config, params, self.tokenizer)
 
 
-def _to_shards(config: DecoderConfig, mesh: Mesh) -> Put:
-    shardings = flatten(param_shardings(config, mesh))
-
+def _to_shards(shardings: Mapping[ParamPath, Sharding]) -> Put:
     def put(path: ParamPath, leaf: jax.Array) -> jax.Array:
         # Waits, so that weights do not collect on the host while they travel.
         return jax.block_until_ready(jax.device_put(leaf, shardings[path]))

@@ -21,6 +21,7 @@ from lightning_jax.models.lora import adapted, adapted_shape
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import param_shardings
 from lightning_jax.rl.choices import load_choices
 from lightning_jax.rollouts.agents.event_loop import isolate_agent
 from lightning_jax.rollouts.agents.functions import Agent, AgentFunction
@@ -316,8 +317,9 @@ def _model_that_fits(config: Config) -> tuple[LoadedModel, Config]:
         words = (f"{k}" + " (frozen)" * (not v.trains) for k, v in config.policies.items())
         log.info("policies: %s", ", ".join(words))
     plan.check_plan(planned)
-    mesh = make_mesh(config.mesh) if jax.process_count() == 1 else None
-    model = _adapted(config, opened.load(mesh))
+    is_alone = jax.process_count() == 1
+    shardings = param_shardings(opened.config, make_mesh(config.mesh)) if is_alone else None
+    model = _adapted(config, opened.load(shardings))
     return model, plan.with_remat(config, agree_on_remat(planned.remat))
 
 

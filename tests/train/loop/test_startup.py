@@ -19,7 +19,7 @@ def test_a_run_that_does_not_fit_reads_no_weights(
 ) -> None:
     reads: list[str] = []
     monkeypatch.setattr(plan, "device_capacity", lambda: 1000)
-    monkeypatch.setattr(ModelReader, "load", lambda self, mesh=None: reads.append(self.name))
+    monkeypatch.setattr(ModelReader, "load", lambda self, shardings=None: reads.append(self.name))
     settings = {**TINY_RUN, "model.name": "tiny", "run_dir": tmp_path / "run"}
     config = load_config(Config, [f"{key}={value}" for key, value in settings.items()])
 
