@@ -109,9 +109,11 @@ def _tls() -> ssl.SSLContext:
 
 
 async def solve(
-    task: Task, llm: Any, *, use_tool: bool = True, max_tokens: int = MAX_TOKENS
+    task: Task, llm: Any, *, use_tool: bool = True, max_tokens: int = MAX_TOKENS, ask: str = ""
 ) -> TaskResult:
     """Return the finished conversation. `llm` has base_url, api_key and model.
+
+    The question ends with `ask`, such as a request for the form of the answer.
 
     Raises CalculatorBroken if the calculator failed a call, because no answer could be trusted
     then.
@@ -139,7 +141,7 @@ async def solve(
             system_message=SYSTEM if use_tool else SYSTEM_WITHOUT_TOOL,
             max_tool_iterations=MAX_CALLS,
         )
-        async with aclosing(agent.run_stream(task=task["question"])) as events:
+        async with aclosing(agent.run_stream(task=f"{task['question']}\n{ask}".strip())) as events:
             async for event in events:
                 if isinstance(event, TaskResult):
                     return event
@@ -154,9 +156,14 @@ def final_reply(result: TaskResult) -> str:
     return last.content if isinstance(last, TextMessage) else ""
 
 
-async def run(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> dict[str, float]:
-    """Return the reward of one rollout, and whether Calc-X's own evaluation accepts its answer."""
-    result = await solve(task, llm, max_tokens=max_tokens)
+async def run(
+    task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS, ask: str = ""
+) -> dict[str, float]:
+    """Return the reward of one rollout, and whether Calc-X's own evaluation accepts its answer.
+
+    See `solve`.
+    """
+    result = await solve(task, llm, max_tokens=max_tokens, ask=ask)
     return score(task["result"], final_reply(result))
 
 

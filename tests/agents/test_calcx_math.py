@@ -69,6 +69,13 @@ async def test_a_solution_in_two_calculations() -> None:
     assert server.other_paths == []
 
 
+async def test_a_question_ends_with_what_the_settings_ask() -> None:
+    async with serving(["The answer is 72."]) as server:
+        assert await calcx_math.run(TASK, server, ask="Be brief.") == RIGHT
+    question = {"role": "user", "content": f"{TASK['question']}\nBe brief."}
+    assert server.bodies[0]["messages"] == [FIRST[0], question]
+
+
 async def test_a_wrong_answer_and_none_at_all() -> None:
     for reply in ("The answer is 71.", "I do not know.", ""):
         async with serving([reply]) as server:
