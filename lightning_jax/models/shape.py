@@ -56,6 +56,7 @@ class Attention:
     # RMS norm of queries and keys: of each head, as in Qwen3, or of all heads, as in OLMo 2.
     qk_norm: Literal["head", "projection"] | None = None
     scale: float | None = None  # of the products of queries and keys; None: head_dim**-0.5
+    window: int | None = None  # number of tokens a token sees, itself and those before; None: all
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -66,6 +67,10 @@ class Attention:
         if self.head_dim % 2:
             raise InvalidValue.invalid(
                 "head_dim", f"head_dim is {self.head_dim}; must be even for rotary embeddings"
+            )
+        if self.window is not None and self.window < 1:
+            raise InvalidValue.out_of_range(
+                "window", f"window is {self.window}; must be 1 or more, or None to see all tokens"
             )
 
 
