@@ -3,6 +3,8 @@
 Blocks have shapes only, so that equal ones are computed by one program. `Execution` is beside them.
 """
 
+import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -151,14 +153,21 @@ class DecoderShape:
         """Number of tokens whose attention takes as many operations as the layers' weights.
 
         A token takes 2 for each weight, and 4 for each number of a query and each token it sees.
+        Infinite if windows keep attention below that.
         """
-        weights = queries = 0
+        weights, queries = 0, Counter[float]()
         for block in self.blocks:
             mixer = block.mixer
             heads = 2 * (mixer.heads + mixer.kv_heads) * mixer.head_dim
             weights += self.embed_dim * (heads + 3 * block.mlp.size)
-            queries += mixer.heads * mixer.head_dim
-        return weights / (2 * queries)
+            queries[mixer.window or math.inf] += mixer.heads * mixer.head_dim
+        left, seen = weights / 2, 0.0
+        for window in sorted(queries):  # layers with shorter windows see no more tokens
+            growing = sum(number for other, number in queries.items() if other >= window)
+            if seen + left / growing <= window:
+                return seen + left / growing
+            left, seen = left - growing * (window - seen), window
+        return math.inf
 
 
 @dataclass(frozen=True)
