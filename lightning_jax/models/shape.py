@@ -21,6 +21,13 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """Division of every rotary frequency by a factor, as if positions were closer together."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
 class LongRope:
     """Phi's factors of rotary wavelengths, one for each pair: up to a length, and beyond it.
 
@@ -40,7 +47,7 @@ class Rope:
     """Rotary positions of a layer's queries and keys."""
 
     theta: float = 10000.0
-    scaling: RopeScaling | LongRope | None = None
+    scaling: RopeScaling | LinearScaling | LongRope | None = None
     size: int | None = None  # first elements of each head, which are rotated; None: all
 
 
@@ -56,6 +63,7 @@ class Attention:
     # RMS norm of queries and keys: of each head, as in Qwen3, or of all heads, as in OLMo 2.
     qk_norm: Literal["head", "projection"] | None = None
     scale: float | None = None  # of the products of queries and keys; None: head_dim**-0.5
+    window: int | None = None  # number of tokens a token sees, itself and those before; None: all
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -74,6 +82,7 @@ class Dense:
     """MLP of a block: two products of `size` features, one gated by the other."""
 
     size: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate; the second is an approximation
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,8 @@ class Block:
 
     mixer: Attention
     mlp: Dense | Experts
-    norms: Literal["before", "after"] = "before"  # of the mixer and the MLP, or of their results
+    # Of the inputs of the mixer and the MLP, of their results, or of both.
+    norms: Literal["before", "after", "around"] = "before"
     residual_scale: float = 1.0  # of the results that are added to the layer's input
 
 
@@ -109,6 +119,14 @@ class Norm:
 
     eps: float = 1e-5
     is_wide: bool = False  # the scale multiplies in float32, before the result is rounded
+    # Added to the stored scale in float32, where bfloat16 would round most of a small scale away.
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.offset and not self.is_wide:
+            raise InvalidValue.mismatch(
+                "offset", f"offset={self.offset:g} of norms needs is_wide=True"
+            )
 
 
 @dataclass(frozen=True)
@@ -119,7 +137,7 @@ class DecoderShape:
     embed_dim: int
     blocks: tuple[Block, ...]
     norm: Norm = Norm()
-    embed_scale: float = 1.0  # of the embeddings, not of tied output weights
+    embed_scale: float = 1.0  # of the embeddings, in their dtype, not of tied output weights
     logit_divisor: float = 1.0
     tie_embeddings: bool = True
     max_positions: int = 2048

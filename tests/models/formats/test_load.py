@@ -22,7 +22,7 @@ from lightning_jax.models.formats.gguf_file import open_file
 from lightning_jax.models.formats.load import load_like, load_model, load_shape, save_hf
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.model_files import SMOLLM2, ModelError
-from lightning_jax.models.shape import DecoderConfig, Execution
+from lightning_jax.models.shape import DecoderConfig, Execution, LinearScaling, Rope
 from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
@@ -115,13 +115,30 @@ def test_a_gguf_file_loads(family, tmp_path):
     assert loaded.tokenizer.encode(text) == model.tokenizer.encode(text)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("rope.scaling.type", ("yarn", TEXT)), ("rope.scale_linear", (4.0, REAL))]
-)
-def test_a_gguf_file_with_stretched_positions_is_refused(key, value, tmp_path):
-    write_gguf(tmp_path / "long.gguf", variant("qwen3"), {f"qwen3.{key}": value})
+def test_a_gguf_file_with_other_scaled_positions_is_refused(tmp_path):
+    path, key = tmp_path / "long.gguf", "rope.scaling.type"
+    write_gguf(path, variant("qwen3"), {f"qwen3.{key}": ("yarn", TEXT)})
     with raises_coded(ModelError, "unsupported", key):
-        load_model(str(tmp_path / "long.gguf"))
+        load_model(str(path))
+    write_gguf(path, variant("llama"), {"llama.rope.scale_linear": (4.0, REAL)})
+    with raises_coded(ModelError, "unsupported", key):  # beside Llama 3's factors
+        load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({"scale_linear": (4.0, REAL)}, LinearScaling(4.0)),
+        ({"scaling.type": ("linear", TEXT), "scaling.factor": (0.1, REAL)}, LinearScaling(0.1)),
+        ({"scaling.type": ("none", TEXT), "scaling.factor": (4.0, REAL)}, None),
+        ({"scaling.type": ("linear", TEXT)}, None),
+        ({"scaling.factor": (0.0, REAL)}, None),
+    ],
+)
+def test_a_gguf_file_may_scale_positions_by_a_factor(fields, scaling, tmp_path):
+    path = tmp_path / "a.gguf"
+    write_gguf(path, variant("qwen3"), {f"qwen3.rope.{name}": one for name, one in fields.items()})
+    assert load_shape(str(path)).blocks[0].mixer.rope == Rope(500000.0, scaling)
 
 
 def test_wrong_gguf_files_are_refused(tmp_path):
