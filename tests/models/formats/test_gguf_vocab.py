@@ -99,6 +99,17 @@ def test_a_blank_before_a_text_is_the_default(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "abc  cab"
 
 
+def test_a_tab_may_begin_a_token(tmp_path: Path) -> None:
+    """No token is a tab, so its byte stands for it."""
+    more = {"tokens": ([*TOKENS, "\ta"], ARRAY, TEXT), "token_type": ([*TYPES, 1], ARRAY, SIGNED)}
+    tokenizer = _tokenizer(tmp_path, **more, scores=([*SCORES, -11.0], ARRAY, REAL))
+    ids = [*_bytes("\t"), len(TOKENS), B]
+    assert tokenizer.encode("\t\tab") == [*_bytes("\t\t"), AB]  # of a higher score
+    assert tokenizer.encode("\t\tacb")[:2] == ids[:2]
+    assert tokenizer.decode(ids) == "\t\tab"
+    assert tokenizer.max_token_bytes == len("<end_of_turn>")
+
+
 def test_bytes_of_a_character_are_streamed_whole(tmp_path: Path) -> None:
     tokenizer = _tokenizer(tmp_path)
     decoder = StreamDecoder(tokenizer)
@@ -179,4 +190,3 @@ def test_encodes_as_sentencepiece_does(prefix: str, tmp_path: Path) -> None:
     ours = load_tokenizer(str(tmp_path / "a.gguf"))
     assert [ours.encode(text) for text in texts] == done["encoded"]
     assert [ours.decode(ids) for ids in done["encoded"]] == texts
-    assert "\t" in ours.vocabulary and ours.max_token_bytes is not None  # in place of its byte
