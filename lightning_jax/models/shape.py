@@ -3,11 +3,14 @@
 Blocks have shapes only, so that equal ones are computed by one program. `Execution` is beside them.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import LoraConfig
+
+USUAL_VOCABULARY = 49152  # tokens, as SmolLM2's
 
 
 @dataclass(frozen=True)
@@ -200,3 +203,18 @@ class DecoderConfig:
     def with_execution(self, **changes: Any) -> "DecoderConfig":
         """Return the config with some fields of the execution changed."""
         return replace(self, execution=replace(self.execution, **changes))
+
+
+def chunk_for(vocab_size: int, chunk: int) -> int:
+    """Return the number of tokens whose logits are in memory at once.
+
+    It is the chunk of a vocabulary of up to 49,152 tokens. For a larger one it is a divisor of
+    that, so that the logits take about as much memory.
+    """
+    return nearest_divisor(chunk, chunk * min(1.0, USUAL_VOCABULARY / vocab_size))
+
+
+def nearest_divisor(number: int, size: float) -> int:
+    """Return the divisor whose ratio to `size` is nearest to 1."""
+    divisors = (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+    return min(divisors, key=lambda divisor: abs(math.log(divisor / size)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from lightning_jax.models.shape import chunk_for, nearest_divisor
 from lightning_jax.settings.loading import ModelServer
 from lightning_jax.settings.schema import (
     DERIVED,
@@ -296,7 +297,6 @@ if TYPE_CHECKING:
 else:
     RowLength, Size = Annotated[int, Ge(16)] | None, Count | None
 ROW_LEN, MAX_TARGETS, HEAD_CHUNK = 512, 1024, 256  # least row and targets, and usual chunk
-VOCABULARY = 49152  # tokens, such as SmolLM2's, up to which a chunk is the usual one
 
 
 @section
@@ -330,22 +330,14 @@ class BatchConfig(Section):
     @property
     def largest_chunk(self) -> int:
         """Return `head_chunk`, by default that of a vocabulary of up to 49,152 tokens."""
-        return self.head_chunk or _nearest_divisor(self.max_targets, float(HEAD_CHUNK))
+        return self.head_chunk or nearest_divisor(self.max_targets, float(HEAD_CHUNK))
 
     def chunk_of(self, vocab_size: int) -> int:
         """Return the number of targets whose logits are in memory at once.
 
         It divides `largest_chunk`, so that logits of a large vocabulary take as much memory.
         """
-        largest = self.largest_chunk
-        if self.head_chunk is not None or vocab_size <= VOCABULARY:
-            return largest
-        return _nearest_divisor(largest, HEAD_CHUNK * VOCABULARY / vocab_size)
-
-
-def _nearest_divisor(number: int, size: float) -> int:
-    divisors = (divisor for divisor in range(1, number + 1) if number % divisor == 0)
-    return min(divisors, key=lambda divisor: abs(math.log(divisor / size)))
+        return self.head_chunk or chunk_for(vocab_size, self.largest_chunk)
 
 
 @section
