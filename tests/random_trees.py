@@ -16,3 +16,8 @@ def random_ends(length: int, seed: int, depth: float) -> np.ndarray:
             ends[path.pop()] = node
         path.append(node)
     return ends
+
+
+def depths_of(ends: np.ndarray) -> np.ndarray:
+    """Return the number of ancestors of each node of a row with these ends."""
+    return np.array([(ends[:node] > node).sum() for node in range(len(ends))], np.int32)

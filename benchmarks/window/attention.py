@@ -295,7 +295,8 @@ def _differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -
 
     def with_index(queries: Any, keys: Any, values: Any, *rest: Any) -> tuple[Any, ...]:
         index = jnp.broadcast_to(jnp.arange(queries.shape[1]), queries.shape[:2])
-        return queries, keys, values, index, *rest
+        ends, *results = rest
+        return queries, keys, values, index, ends, None, *results
 
     def keep(*inputs: Any) -> Any:
         results = forward(*with_index(*inputs))

@@ -4,6 +4,7 @@ Blocks have shapes only, so that equal ones are computed by one program. `Execut
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -77,6 +78,10 @@ class Attention:
         if self.head_dim % 2:
             raise InvalidValue.invalid(
                 "head_dim", f"head_dim is {self.head_dim}; must be even for rotary embeddings"
+            )
+        if self.window is not None and self.window < 1:
+            raise InvalidValue.out_of_range(
+                "window", f"window is {self.window}; must be 1 or more, or None to see all tokens"
             )
 
 
@@ -167,14 +172,21 @@ class DecoderShape:
         """Number of tokens whose attention takes as many operations as the layers' weights.
 
         A token takes 2 for each weight, and 4 for each number of a query and each token it sees.
+        Infinite if windows keep attention below that.
         """
-        weights = queries = 0
+        weights, queries = 0, Counter[float]()
         for block in self.blocks:
             mixer = block.mixer
             heads = 2 * (mixer.heads + mixer.kv_heads) * mixer.head_dim
             weights += self.embed_dim * (heads + 3 * block.mlp.size)
-            queries += mixer.heads * mixer.head_dim
-        return weights / (2 * queries)
+            queries[mixer.window or math.inf] += mixer.heads * mixer.head_dim
+        left, seen = weights / 2, 0.0
+        for window in sorted(queries):  # layers with shorter windows see no more tokens
+            growing = sum(number for other, number in queries.items() if other >= window)
+            if seen + left / growing <= window:
+                return seen + left / growing
+            left, seen = left - growing * (window - seen), window
+        return math.inf
 
 
 @dataclass(frozen=True)

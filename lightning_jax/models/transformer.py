@@ -123,9 +123,11 @@ def _inputs(
     adapters: Int[Array, " B"] | None,
 ) -> list[LayerInputs]:
     """Return the inputs of each layer."""
-    places = None if cache is None else positions
-    ropes = _ropes(shape, positions)
-    return [LayerInputs(rope, ends, places, rows, adapters) for rope in ropes]
+    read = [cache is not None or block.mixer.window is not None for block in shape.blocks]
+    return [
+        LayerInputs(rope, ends, positions if is_read else None, rows, adapters)
+        for rope, is_read in zip(_ropes(shape, positions), read, strict=True)
+    ]
 
 
 def _grown(tables: RopeTables, rope: Rope) -> RopeTables:
@@ -217,8 +219,7 @@ def init_params(config: DecoderConfig, key: Any, dtype: Any = jnp.float32) -> Pa
     chosen = None if execution.num_adapters is None else jnp.zeros(1, jnp.int32)
     keys = jax.random.split(key, shape.num_layers + 2)
     parts = {}
-    for i, rope in enumerate(_ropes(shape, index)):
-        inputs = LayerInputs(rope, index, None, None, chosen)
+    for i, inputs in enumerate(_inputs(shape, index, index, None, None, chosen)):
         parts[f"{LAYER}{i}"] = _layer_of(config, i).init(keys[i], x, inputs, None)["params"]
     parts["final_norm"] = RMSNorm(shape.norm).init(key, x)["params"]
     table = 0.02 * jax.random.normal(keys[-1], (shape.vocab_size, shape.embed_dim))
@@ -266,10 +267,11 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
     """Return the hidden states after the final norm, and the cache with these tokens written.
 
     Without a cache, node i of a row sees node j iff `j <= i < ends[j]`, or causally without
-    `ends`. `positions` then only set the rotary angles. With a cache, which may have more rows,
-    row b is written to cache row `rows[b]`, by default b, at index = position. Each token sees the
-    indices up to its own. A position of C or more marks padding: nothing is written, and its
-    hidden state is meaningless. Donate the cache at the jit boundary.
+    `ends`. `positions` then only set the rotary angles and, as depths in the trees, the windows.
+    With a cache, which may have more rows, row b is written to cache row `rows[b]`, by default b,
+    at index = position. Each token sees the indices up to its own. A position of C or more marks
+    padding: nothing is written, and its hidden state is meaningless. Donate the cache at the jit
+    boundary.
 
     `remat` other than none keeps less for the backward pass and recomputes the rest (`KEPT`).
     `gather`, from `sharding.make_gather`, then gets one layer at a time. `adapters` is the adapter

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from lightning_jax.models.attention import blockwise, flash, flash_gpu, flash_tokamax, flash_tpu
-from lightning_jax.models.attention.blockwise import ENDLESS, MASKED
+from lightning_jax.models.attention.blockwise import ENDLESS, MASKED, Window
 from lightning_jax.models.mesh import partition
 from lightning_jax.models.shape import LinearScaling, LongRope, RopeScaling
 
@@ -83,18 +83,21 @@ def attend_tree(
     keys: Float[Array, "B T K D"],
     values: Float[Array, "B T K D"],
     ends: Int[Array, "B T"] | None,
+    window: Window | None = None,
 ) -> Float[Array, "B T H D"]:
     """Return attention within a row: node i sees node j iff `j <= i < ends[j]`.
 
-    Without `ends` attention is causal.
+    Without `ends` attention is causal. With a window, node j must not be too far above node i.
     """
     length = queries.shape[1]
     ends = jnp.full(queries.shape[:2], ENDLESS) if ends is None else ends
     if length**2 > _SMALL:
-        return attend_blocks(queries, keys, values, ends)
+        return attend_blocks(queries, keys, values, ends, window)
     index = _index(queries)
     key = jnp.arange(length)[None, None, :]
     seen = (key <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
+    if window is not None:
+        seen &= window.first[:, :, None] <= window.depths[:, None, :]
     return attend_masked(queries, keys, values, seen)
 
 
@@ -108,35 +111,36 @@ def attend_blocks(
     keys: Float[Array, "B T K D"],
     values: Float[Array, "B T K D"],
     ends: Int[Array, "B T"],
+    window: Window | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Return attention of query i to the keys `j <= i < ends[j]`, by blocks.
+    """Return attention of query i to the keys `j <= i < ends[j]` of its window, by blocks.
 
     Each query must see at least one key. A TPU uses kernels of its own (flash.py). So does a CUDA
     GPU for which tokamax is not installed or has none (flash_tokamax.py). Other platforms run a
     loop over blocks (blockwise.py).
     """
-    return _attend_forward(queries, keys, values, ends)[0]
+    return _attend_forward(queries, keys, values, ends, window)[0]
 
 
-def _attend_forward(*inputs: Array) -> tuple[Array, tuple[Array, ...]]:
-    kernels = blockwise.forward, flash_tpu.forward, _for_gpu(inputs[0]).forward
+def _attend_forward(*inputs: Any) -> tuple[Array, tuple[Any, ...]]:
+    kernels = blockwise.forward, flash_tpu.forward, _for_gpu(inputs[0], inputs[4]).forward
     results = _by_platform(*kernels, *inputs)
     out, log_sums = map(checkpoint_name, results, RESULTS)
     return out, (*inputs, out, log_sums)
 
 
-def _attend_backward(saved: tuple[Array, ...], out_grad: Array) -> tuple[Array, Array, Array, None]:
-    kernels = blockwise.backward, flash_tpu.backward, _for_gpu(saved[0]).backward
+def _attend_backward(saved: tuple[Any, ...], out_grad: Array) -> tuple[Array | None, ...]:
+    kernels = blockwise.backward, flash_tpu.backward, _for_gpu(saved[0], saved[4]).backward
     queries, keys, values = _by_platform(*kernels, *saved, out_grad)
-    return queries, keys, values, None
+    return queries, keys, values, None, None
 
 
 attend_blocks.defvjp(_attend_forward, _attend_backward)
 
 
-def _for_gpu(queries: Any) -> Any:
+def _for_gpu(queries: Any, window: Window | None) -> Any:
     """Return the module with the kernels of a CUDA GPU."""
-    return flash_tokamax if flash_tokamax.is_supported(queries) else flash_gpu
+    return flash_tokamax if flash_tokamax.is_supported(queries, window) else flash_gpu
 
 
 def _by_platform(loop: Callable[..., Any], tpu: Any, gpu: Any, *arrays: Any) -> Any:
@@ -161,8 +165,8 @@ def partition_specs(mesh: Any, *arrays: Any) -> tuple[Any, Any]:
     by_token = jax.P(rows, None, heads, None)
     by_row = jax.P(rows, None)
     by_head = jax.P(rows, heads, None, None)
-    inputs = (by_token, by_token, by_token, by_row, by_row, by_token, by_head, by_token)
-    is_forward = len(arrays) == 5
+    inputs = (*(by_token,) * 3, *(by_row,) * 3, by_token, by_head, by_token)
+    is_forward = len(arrays) == 6
     outputs = (by_token, by_head) if is_forward else (by_token, by_token, by_token)
     return inputs[: len(arrays)], outputs
 

@@ -2,9 +2,10 @@
 
 Query i has an index and key j has an end. Query i sees key j iff `j <= index[i] < ends[j]`. This
 mask describes the forest in a training row (index[i] = i). With endless keys it describes reading
-a cache (index[i] = position). The number of blocks in the loop is found at run time, so a row
-packed with short trees costs only what those trees cost. The online softmax is arXiv 1805.02867.
-Its gradient, which does not store the scores, is arXiv 2205.14135.
+a cache (index[i] = position). A `Window` hides ancestors that are further up. The number of blocks
+in the loop is found at run time, so a row packed with short trees costs only what those trees cost.
+The online softmax is arXiv 1805.02867. Its gradient, which does not store the scores, is arXiv
+2205.14135.
 """
 
 from typing import Any, NamedTuple
@@ -16,6 +17,21 @@ MASKED = -1e30  # finite, so that a query that sees no key gives finite numbers 
 ENDLESS = 2**30  # the end of a key that every later query sees
 
 
+class Window(NamedTuple):
+    """Depths in a tree: query i of a window sees key j only if `first[i] <= depths[j]`.
+
+    Depths count from the root. Among the ancestors of a node there is one of each smaller depth.
+    """
+
+    first: Any  # [B T], the smallest depth that each query sees; may be negative
+    depths: Any  # [B C], of each key
+
+    @classmethod
+    def of(cls, depths: Any, size: int) -> "Window":
+        """Return the window in which a node sees `size` nodes: itself and those before it."""
+        return cls(depths - (size - 1), depths)
+
+
 class Blocks(NamedTuple):
     """Inputs by head, padded to whole blocks, and the block pairs that meet."""
 
@@ -24,12 +40,26 @@ class Blocks(NamedTuple):
     values: Any  # [B K C D]
     index: Any  # [B T]
     ends: Any  # [B C]
+    window: Window | None
     visible: Any  # [B T/size C/size]: True if any query of the block sees any key of the other
     size: int
 
+    @property
+    def limits(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Numbers of each query and of each key that say which keys are seen."""
+        if self.window is None:
+            return (self.index,), (self.ends,)
+        return (self.index, self.window.first), (self.ends, self.window.depths)
+
 
 def split_blocks(
-    queries: Any, keys: Any, values: Any, index: Any, ends: Any, sizes: tuple[int, ...]
+    queries: Any,
+    keys: Any,
+    values: Any,
+    index: Any,
+    ends: Any,
+    window: Window | None,
+    sizes: tuple[int, ...],
 ) -> Blocks:
     """Split inputs [B T H D] and [B C K D] into blocks of the first of `sizes` that pads little."""
     kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
@@ -37,26 +67,38 @@ def split_blocks(
     size = next((s for s in sizes if -longest % s <= longest // 8), sizes[-1])
     # A padded query sees the same keys as the last query, so it adds no blocks. No query sees a
     # padded key.
-    index = jnp.pad(index, ((0, 0), (0, -index.shape[1] % size)), mode="edge")
+    index = _pad_with_last(index, size)
     ends = pad_to(ends, size, 1)
+    if window is not None:
+        window = Window(*(_pad_with_last(numbers, size) for numbers in window))
     return Blocks(
         queries=pad_to(by_head(queries * scale, kv_heads), size, 3),
         keys=pad_to(keys.transpose(0, 2, 1, 3), size, 2),
         values=pad_to(values.transpose(0, 2, 1, 3), size, 2),
         index=index,
         ends=ends,
-        visible=_visible_blocks(index, ends, size),
+        window=window,
+        visible=_visible_blocks(index, ends, window, size),
         size=size,
     )
 
 
-def _visible_blocks(index: Any, ends: Any, size: int) -> Any:
+def _pad_with_last(numbers: Any, size: int) -> Any:
+    return jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)), mode="edge")
+
+
+def _visible_blocks(index: Any, ends: Any, window: Window | None, size: int) -> Any:
     lowest = index.reshape(index.shape[0], -1, size).min(axis=2)
     highest = index.reshape(index.shape[0], -1, size).max(axis=2)
     last_end = ends.reshape(ends.shape[0], -1, size).max(axis=2)
     first_key = jnp.arange(last_end.shape[1]) * size
     reached = first_key[None, None, :] <= highest[:, :, None]
-    return reached & (lowest[:, :, None] < last_end[:, None, :])
+    visible = reached & (lowest[:, :, None] < last_end[:, None, :])
+    if window is None:
+        return visible
+    first = window.first.reshape(index.shape[0], -1, size).min(axis=2)
+    deepest = window.depths.reshape(ends.shape[0], -1, size).max(axis=2)
+    return visible & (first[:, :, None] <= deepest[:, None, :])
 
 
 def _key_blocks(blocks: Blocks) -> tuple[Any, Any]:
@@ -65,9 +107,18 @@ def _key_blocks(blocks: Blocks) -> tuple[Any, Any]:
     return jnp.argsort(~visible, axis=1, stable=True), visible.sum(axis=1)
 
 
-def forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: int) -> Any:
+def forward(
+    queries: Any,
+    keys: Any,
+    values: Any,
+    index: Any,
+    ends: Any,
+    window: Window | None,
+    *,
+    size: int,
+) -> Any:
     """Return the output [B T H D] and the log-sum-exp [B K G T] of each query's scores."""
-    b = split_blocks(queries, keys, values, index, ends, (size,))
+    b = split_blocks(queries, keys, values, index, ends, window, (size,))
     order, count = _key_blocks(b)
     grouped = b.queries.shape[:3]
 
@@ -99,12 +150,10 @@ def forward(queries: Any, keys: Any, values: Any, index: Any, ends: Any, size: i
     return by_token(outs)[:, :length], log_sums[..., :length]
 
 
-def backward(
-    queries: Any, keys: Any, values: Any, index: Any, ends: Any, *rest: Any, size: int
-) -> Any:
+def backward(queries: Any, keys: Any, values: Any, *rest: Any, size: int) -> Any:
     """Return the gradients of queries, keys and values, recomputing weights from `log_sums`."""
-    out, log_sums, out_grad = rest
-    b = split_blocks(queries, keys, values, index, ends, (size,))
+    index, ends, window, out, log_sums, out_grad = rest
+    b = split_blocks(queries, keys, values, index, ends, window, (size,))
     order, count = _key_blocks(b)
     kv_heads, scale = keys.shape[2], queries.shape[3] ** -0.5
     out_grads = pad_to(by_head(out_grad, kv_heads), size, 3)
@@ -157,6 +206,11 @@ def _scores(b: Blocks, i: Any, j: Any) -> Any:
     index, ends = _cut(b.index, i, b.size, 1), _cut(b.ends, j, b.size, 1)
     key = j * b.size + jnp.arange(b.size)
     seen = (key[None, None, :] <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
+    if b.window is not None:
+        first, depths = (
+            _cut(numbers, block, b.size, 1) for numbers, block in zip(b.window, (i, j), strict=True)
+        )
+        seen &= first[:, :, None] <= depths[:, None, :]
     return jnp.where(seen[:, None, None], scores, MASKED)
 
 

@@ -3,7 +3,8 @@
 The kernels were interpreted on a CPU, run on an NVIDIA H200 and compiled for TPUs.
 
 The mask is `j <= index[i] < ends[j]` (blockwise.py): one number for each key gives the later
-queries that see it. This is the column-wise mask of arXiv 2410.01359. It shows which blocks of
+queries that see it. This is the column-wise mask of arXiv 2410.01359. A window compares one more
+number of each query with one of each key. It shows which blocks of
 queries see part of which blocks of keys, without looking at single pairs. The recurrence is from
 arXiv 2205.14135. The gradient in two passes, over blocks of queries and over blocks of keys, is
 from arXiv 2307.08691. No two programs add to the same output.
@@ -16,7 +17,7 @@ kernel rejects such a mask, and its GPU kernels expand it to a T x T array (flas
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,17 +40,27 @@ def split_gradient(blocks: Blocks, out: Any, log_sums: Any, out_grad: Any) -> tu
 
 
 def masked_scores(
-    left: Any, right: Any, index: Any, ends: Any, first_key: Any, *, key_axis: int
+    left: Any,
+    right: Any,
+    query_limits: Sequence[Any],
+    key_limits: Sequence[Any],
+    first_key: Any,
+    *,
+    key_axis: int,
 ) -> Any:
     """Return scores [M C] of M query rows on C keys, or [C M] with `key_axis` 0.
 
-    `first_key` is the index of the first key in the whole row. `index` and `ends` run along the
-    query and the key axis, and their other axis has size 1. Scores are float32, MASKED if a key
-    is not seen.
+    `first_key` is the index of the first key in the whole row. The limits are those of the blocks
+    (`Blocks.limits`). They run along the query and the key axis, and their other axis has size 1.
+    Scores are float32, MASKED if a key is not seen.
     """
+    (index, *first), (ends, *depths) = query_limits, key_limits
     scores = product(left, right, 1, 1)
     keys = first_key + jax.lax.broadcasted_iota(jnp.int32, scores.shape, key_axis)
-    return jnp.where((keys <= index) & (index < ends), scores, MASKED)
+    seen = (keys <= index) & (index < ends)
+    if first:
+        seen &= first[0] <= depths[0]
+    return jnp.where(seen, scores, MASKED)
 
 
 @functools.cache

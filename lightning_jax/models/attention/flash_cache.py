@@ -15,6 +15,7 @@ attention of a library should replace the kernel here as soon as one can be trie
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ def partition_specs(mesh: Any, *arrays: Any) -> tuple[Any, Any]:
     If the mesh does not divide the key heads, each device computes all of them.
     """
     by_head = jax.P(None, *partition(("kv_heads",), (arrays[1].shape[1],), mesh))
-    return (by_head, by_head, by_head, jax.P(), jax.P()), by_head
+    return (by_head, by_head, by_head, jax.P(), jax.P(), jax.P()), by_head
 
 
 def attend_gpu(
@@ -63,21 +64,23 @@ def attend_gpu(
     values: Float[Array, "S K C D"],
     index: Int[Array, "B M"],
     rows: Int[Array, " B"],
+    first: Int[Array, "B M"] | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "B K M D"]:
     """Return the attention output of scaled queries.
 
     M queries, from all new tokens of a row, share a key head. Query m of row b sees the tokens of
-    cache row `rows[b]` up to `index[b, m]`, 0 to C - 1. If rows and heads are too few for all
-    processors of a GPU, a row's tokens are split into parts. D is a `kernel_width`.
+    cache row `rows[b]` from `first[b, m]`, by default 0, to `index[b, m]`, 0 to C - 1. If rows and
+    heads are too few for all processors of a GPU, a row's tokens are split into parts. D is a
+    `kernel_width`.
     """
     number, kv_heads, members, width = queries.shape
     size = _GPU_SIZES[width * keys.dtype.itemsize > 256]  # bounds the shared memory
     tall = min(size, max(_GPU_NARROWEST, pl.next_power_of_2(members)))
     queries = pad_to(queries, tall, 2)
     slots, span, height = keys.shape[0], values.shape[2], queries.shape[2]
-    index = pad_to(index, tall, 1)
+    limits = [pad_to(index, tall, 1), *_padded_first(first, tall)]
     programs = number * kv_heads * height // tall
     parts = max(1, min(_GPU_PROGRAMS // programs, span // (2 * size)))
 
@@ -96,7 +99,7 @@ def attend_gpu(
         grid=(kv_heads, parts, height // tall, number),
         in_specs=[
             pl.BlockSpec((None,), lambda head, part, block, row: (row,)),
-            pl.BlockSpec((None, tall), lambda head, part, block, row: (row, block)),
+            [pl.BlockSpec((None, tall), lambda head, part, block, row: (row, block))] * len(limits),
             pl.BlockSpec((None, None, tall, width), of_queries),
             pl.BlockSpec((slots, None, span, width), of_head),
             pl.BlockSpec((slots, None, span, width), of_head),
@@ -109,7 +112,7 @@ def attend_gpu(
         out_shape=[column, column, jax.ShapeDtypeStruct((parts, *queries.shape), jnp.float32)],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
-    )(rows, index, queries, keys, values)
+    )(rows, limits, queries, keys, values)
     top = highest.max(axis=0)
     scale = jnp.exp(highest - top[None])
     total, out = (total * scale).sum(axis=0), (out * scale).sum(axis=0)
@@ -117,21 +120,25 @@ def attend_gpu(
 
 
 def _gpu_kernel(
-    row: Any, index: Any, query: Any, keys: Any, values: Any, *results: Any, size: int
+    row: Any, limits: Any, query: Any, keys: Any, values: Any, *results: Any, size: int
 ) -> None:
     """Attend from one block of queries to one part of the tokens of one row and key head."""
-    row, queries, limits = row[...], query[...], index[...]
-    blocks = jnp.maximum(jnp.max(limits) + size, 0) // size  # blocks that some query sees
-    blocks_per_program = (blocks + pl.num_programs(1) - 1) // pl.num_programs(1)
-    first = pl.program_id(1) * blocks_per_program
+    row, queries, (index, *first) = row[...], query[...], [limit[...] for limit in limits]
+    blocks = jnp.maximum(jnp.max(index) + size, 0) // size  # up to the last that some query sees
+    unseen = jnp.maximum(jnp.min(first[0]), 0) // size if first else None  # blocks before a window
+    number = blocks if unseen is None else blocks - unseen
+    blocks_per_program = (number + pl.num_programs(1) - 1) // pl.num_programs(1)
+    begin = pl.program_id(1) * blocks_per_program
+    begin = begin if unseen is None else begin + unseen
 
     def meet(step: Any, sums: Sums) -> Sums:
         block = pl.ds(step * size, size)
-        scores = _scores(queries, keys[row, block, :], step * size, limits[:, None])
+        key, start = keys[row, block, :], step * size
+        scores = _scores(queries, key, start, [limit[:, None] for limit in (index, *first)])
         return sums.add(scores, values[row, block, :])
 
-    end = jnp.minimum(first + blocks_per_program, blocks)
-    sums = jax.lax.fori_loop(first, end, meet, Sums.start(*queries.shape))
+    end = jnp.minimum(begin + blocks_per_program, blocks)
+    sums = jax.lax.fori_loop(begin, end, meet, Sums.start(*queries.shape))
     for ref, result in zip(results, sums, strict=True):
         ref[...] = result
 
@@ -142,6 +149,7 @@ def attend_tpu(
     values: Float[Array, "S K C D"],
     index: Int[Array, "B M"],
     rows: Int[Array, " B"],
+    first: Int[Array, "B M"] | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "B K M D"]:
@@ -161,9 +169,12 @@ def attend_tpu(
     tile = SIZE if blocks > 1 else _TPU_NARROWEST
     tall = pl.cdiv(pl.cdiv(members, blocks), tile) * tile
     queries = pad_to(queries, blocks * tall, 2)
-    index = pad_to(index, blocks * tall, 1)
-    ends = index.reshape(-1, tall).max(axis=1) // size
+    limits = [pad_to(index, blocks * tall, 1), *_padded_first(first, blocks * tall)]
+    ends = limits[0].reshape(-1, tall).max(axis=1) // size
     visible = jnp.arange(span // size)[None, :] <= ends[:, None]
+    if first is not None:
+        starts = limits[1].reshape(-1, tall).min(axis=1) // size
+        visible &= jnp.arange(span // size)[None, :] >= starts[:, None]
     pairs, counts = list_pairs(visible[None])
 
     def of_queries(head: Any, step: Any, pairs: Any, counts: Any, rows: Any) -> Any:
@@ -186,7 +197,7 @@ def attend_tpu(
             grid=(kv_heads // heads, counts[0]),
             in_specs=[
                 pl.BlockSpec((None, heads, tall, width), of_queries),
-                pl.BlockSpec((None, 1, tall), of_limits),
+                [pl.BlockSpec((None, 1, tall), of_limits)] * len(limits),
                 pl.BlockSpec((None, heads, size, width), of_tokens),
                 pl.BlockSpec((None, heads, size, width), of_tokens),
             ],
@@ -196,7 +207,7 @@ def attend_tpu(
         out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
-    )(pairs, counts, rows, queries, index[:, None], keys, values)
+    )(pairs, counts, rows, queries, [limit[:, None] for limit in limits], keys, values)
     return out[:, :, :members]
 
 
@@ -211,9 +222,9 @@ def _tpu_kernel(pairs: Any, counts: Any, rows: Any, *refs: Any) -> None:
         for ref, start in zip(scratch, (MASKED, 0.0, 0.0), strict=True):
             ref[...] = jnp.full(ref.shape, start, jnp.float32)
 
-    column = jnp.expand_dims(limits[0], 1)
+    columns = [jnp.expand_dims(limit[0], 1) for limit in limits]
     for head in range(key.shape[0]):
-        scores = _scores(query[head], key[head], step.inner * size, column)
+        scores = _scores(query[head], key[head], step.inner * size, columns)
         added = Sums(*(ref[head] for ref in scratch)).add(scores, value[head])
         for ref, new in zip(scratch, added, strict=True):
             ref[head] = new
@@ -224,8 +235,25 @@ def _tpu_kernel(pairs: Any, counts: Any, rows: Any, *refs: Any) -> None:
         out[...] = (weighted[...] / total[...]).astype(out.dtype)
 
 
-def _scores(query: Any, key: Any, first: Any, last: Any) -> Any:
-    """Return scores [M C] of queries [M D] on keys [C D]; the first key has index `first`."""
+def _padded_first(first: Any, size: int) -> list[Any]:
+    """Return the windows' first tokens in a list, which is empty without a window.
+
+    Padded queries see what the last query does, so that no more blocks are read.
+    """
+    if first is None:
+        return []
+    return [jnp.pad(first, ((0, 0), (0, -first.shape[1] % size)), mode="edge")]
+
+
+def _scores(query: Any, key: Any, start: Any, limits: Sequence[Any]) -> Any:
+    """Return scores [M C] of queries [M D] on keys [C D]; the first key has index `start`.
+
+    The limits [M 1] are the last index that a query sees and, with a window, the first.
+    """
+    last, *first = limits
     scores = product(query, key, 1, 1)
-    indices = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    return jnp.where(indices <= last, scores, MASKED)
+    indices = start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    seen = indices <= last
+    if first:
+        seen &= indices >= first[0]
+    return jnp.where(seen, scores, MASKED)

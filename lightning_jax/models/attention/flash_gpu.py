@@ -23,7 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from lightning_jax.models.attention import flash
-from lightning_jax.models.attention.blockwise import Blocks, by_token, pad_to, split_blocks
+from lightning_jax.models.attention.blockwise import (
+    Blocks,
+    Window,
+    by_token,
+    pad_to,
+    split_blocks,
+)
 from lightning_jax.models.attention.flash import Sums
 
 _SIZES = (64, 32)  # rows of a block, for rows of up to 256 bytes and for longer ones
@@ -31,10 +37,17 @@ _NARROWEST = 16  # smallest head size for tensor cores; Triton takes only powers
 
 
 def forward(
-    queries: Any, keys: Any, values: Any, index: Any, ends: Any, *, interpret: bool = False
+    queries: Any,
+    keys: Any,
+    values: Any,
+    index: Any,
+    ends: Any,
+    window: Window | None,
+    *,
+    interpret: bool = False,
 ) -> tuple[Any, Any]:
     """Return the output [B T H D] and the log-sum-exp [B K G T] of each query's scores."""
-    b = _split(queries, keys, values, index, ends)
+    b = _split(queries, keys, values, index, ends, window)
     numbers = jax.ShapeDtypeStruct(b.queries.shape[:4], jnp.float32)
     outs, log_sums = _run(
         _forward_kernel,
@@ -47,15 +60,16 @@ def forward(
 
 
 def backward(
-    queries: Any, keys: Any, values: Any, index: Any, ends: Any, *rest: Any, interpret: bool = False
+    queries: Any, keys: Any, values: Any, *rest: Any, interpret: bool = False
 ) -> tuple[Any, Any, Any]:
     """Return the gradients of queries, keys and values.
 
-    `rest` is the two results of `forward` and the gradient of the first.
+    `rest` is the other inputs of `forward`, its two results and the gradient of the first.
     """
-    b = _split(queries, keys, values, index, ends)
+    index, ends, window, out, log_sums, out_grad = rest
+    b = _split(queries, keys, values, index, ends, window)
     length, width = queries.shape[1], queries.shape[3]
-    out_grads, *numbers = flash.split_gradient(b, *rest)
+    out_grads, *numbers = flash.split_gradient(b, out, log_sums, out_grad)
     more = [pad_to(out_grads, b.queries.shape[4], 4), *numbers]
     (query_grads,) = _run(
         functools.partial(_query_kernel, scale=width**-0.5),
@@ -76,10 +90,12 @@ def backward(
     return by_token(query_grads)[:, :length, :, :width], key_grads, value_grads
 
 
-def _split(queries: Any, keys: Any, values: Any, index: Any, ends: Any) -> Blocks:
+def _split(
+    queries: Any, keys: Any, values: Any, index: Any, ends: Any, window: Window | None
+) -> Blocks:
     width = max(_NARROWEST, pl.next_power_of_2(queries.shape[3]))
     size = _SIZES[width * keys.dtype.itemsize > 256]  # must fit a small GPU's shared memory
-    b = split_blocks(queries, keys, values, index, ends, (size,))
+    b = split_blocks(queries, keys, values, index, ends, window, (size,))
     return b._replace(
         queries=pad_to(b.queries, width, 4),
         keys=pad_to(b.keys, width, 3),
@@ -108,18 +124,21 @@ def _run(
     rows, kv_heads, group, _, width = b.queries.shape
     num_warps = 4 if width * b.keys.dtype.itemsize <= 128 else 8
     specs = _specs(b, by_key)
-    inputs = ["order", "count", "index", "ends", "query", "key", "key"]
-    inputs += ["query", "number", "number"] if more else []
+    limits = [
+        tuple(specs[kind] for _ in numbers)
+        for kind, numbers in zip(("query_limit", "key_limit"), b.limits, strict=True)
+    ]
+    inputs = ["query", "key", "key", *(["query", "number", "number"] if more else [])]
     # The first grid axis changes fastest, so that heads that share keys run side by side.
     return pl.pallas_call(
         kernel,
         grid=(1 if by_key else group, visible.shape[1], kv_heads, rows),
-        in_specs=[specs[kind] for kind in inputs],
+        in_specs=[specs["order"], specs["count"], *limits, *(specs[kind] for kind in inputs)],
         out_specs=[specs[kind] for kind, _ in outputs],
         out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for _, like in outputs],
         compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=2),
         interpret=interpret,
-    )(order, counts, b.index, b.ends, b.queries, b.keys, b.values, *more)
+    )(order, counts, *b.limits, b.queries, b.keys, b.values, *more)
 
 
 def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
@@ -142,8 +161,8 @@ def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
     return {
         "order": pl.BlockSpec((None, None, num_others), lambda g, i, k, row: (row, i, 0)),
         "count": pl.BlockSpec((None, None), lambda g, i, k, row: (row, i)),
-        "index": pl.BlockSpec((None, queries), lambda g, i, k, row: (row, query(i))),
-        "ends": pl.BlockSpec((None, keys), lambda g, i, k, row: (row, key(i))),
+        "query_limit": pl.BlockSpec((None, queries), lambda g, i, k, row: (row, query(i))),
+        "key_limit": pl.BlockSpec((None, keys), lambda g, i, k, row: (row, key(i))),
         "query": pl.BlockSpec(
             (None, None, heads, queries, width), lambda g, i, k, row: (row, k, g, query(i), 0)
         ),
@@ -155,15 +174,15 @@ def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
 
 
 def _forward_kernel(order: Any, count: Any, *refs: Any) -> None:
-    index, ends, query, keys, values, out, log_sums = refs
+    query_limits, key_limits, query, keys, values, out, log_sums = refs
     size, width = query.shape
-    rows, indices = query[...], index[...][:, None]
+    rows, of_queries = query[...], [limit[...][:, None] for limit in query_limits]
 
     def meet(step: Any, sums: Sums) -> Sums:
         first_key = order[step] * size
         block = pl.ds(first_key, size)
-        seen = indices, ends[block][None, :]
-        scores = flash.masked_scores(rows, keys[block, :], *seen, first_key, key_axis=1)
+        limits = of_queries, [limit[block][None, :] for limit in key_limits]
+        scores = flash.masked_scores(rows, keys[block, :], *limits, first_key, key_axis=1)
         return sums.add(scores, values[block, :])
 
     sums = jax.lax.fori_loop(0, count[...], meet, Sums.start(size, width))
@@ -172,17 +191,18 @@ def _forward_kernel(order: Any, count: Any, *refs: Any) -> None:
 
 
 def _query_kernel(order: Any, count: Any, *refs: Any, scale: float) -> None:
-    index, ends, query, keys, values, out_grad, log_sums, inner, query_grad = refs
+    query_limits, key_limits, query, keys, values, out_grad, log_sums, inner, query_grad = refs
     size, width = query.shape
-    rows, indices, grad = query[...], index[...][:, None], out_grad[...]
+    rows, of_queries = query[...], [limit[...][:, None] for limit in query_limits]
+    grad = out_grad[...]
     saved = log_sums[...][:, None], inner[...][:, None]
 
     def meet(step: Any, total: Any) -> Any:
         first_key = order[step] * size
         block = pl.ds(first_key, size)
         key, value = keys[block, :], values[block, :]
-        seen = indices, ends[block][None, :]
-        scores = flash.masked_scores(rows, key, *seen, first_key, key_axis=1)
+        limits = of_queries, [limit[block][None, :] for limit in key_limits]
+        scores = flash.masked_scores(rows, key, *limits, first_key, key_axis=1)
         return total + flash.query_gradient(scores, key, value, grad, saved)
 
     start = jnp.zeros((size, width), jnp.float32)
@@ -191,17 +211,18 @@ def _query_kernel(order: Any, count: Any, *refs: Any, scale: float) -> None:
 
 
 def _key_kernel(order: Any, count: Any, *refs: Any) -> None:
-    index, ends, queries, key, value, out_grads, log_sums, inner, key_grad, value_grad = refs
+    query_limits, key_limits, queries, key, value, out_grads, log_sums, inner, *results = refs
+    key_grad, value_grad = results
     size, width = key.shape
-    first_key, last = pl.program_id(1) * size, ends[...][:, None]
+    first_key, of_keys = pl.program_id(1) * size, [limit[...][:, None] for limit in key_limits]
     rows, weighed = key[...], value[...]
 
     def member(g: Any, totals: Any) -> Any:
         def meet(step: Any, totals: Any) -> Any:
             block = pl.ds(order[step] * size, size)
             query, grad = queries[g, block, :], out_grads[g, block, :]
-            seen = index[block][None, :], last
-            scores = flash.masked_scores(rows, query, *seen, first_key, key_axis=0)
+            limits = [limit[block][None, :] for limit in query_limits], of_keys
+            scores = flash.masked_scores(rows, query, *limits, first_key, key_axis=0)
             saved = log_sums[g, block][None, :], inner[g, block][None, :]
             grads = flash.key_value_gradients(scores, query, weighed, grad, saved)
             return totals[0] + grads[0], totals[1] + grads[1]

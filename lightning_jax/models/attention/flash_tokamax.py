@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.backend import get_default_device
 
-from lightning_jax.models.attention.blockwise import pad_to
+from lightning_jax.models.attention.blockwise import Window, pad_to
 from lightning_jax.models.tokamax_library import can_import, conventions
 
 _SIZE = 128  # rows are padded to a multiple, because the kernels read their mask in tiles
@@ -31,14 +31,16 @@ _WIDEST = 128  # head size; some wider ones do not fit in a Blackwell GPU
 _MODULES = "tokamax._src.ops.attention"
 
 
-def is_supported(queries: Any) -> bool:
+def is_supported(queries: Any, window: Window | None = None) -> bool:
     """Return whether tokamax has kernels for these queries and JAX's default device.
 
-    Forward and backward kernels need 16-bit numbers and a GPU of compute capability 9 or 10.
+    Forward and backward kernels need 16-bit numbers and a GPU of compute capability 9 or 10. They
+    have no windows: tokamax's go by index, and those of a forest by depth.
     """
     device = get_default_device()
     return (
-        queries.dtype == jnp.bfloat16
+        window is None
+        and queries.dtype == jnp.bfloat16
         and queries.shape[1] <= _LONGEST
         and queries.shape[3] <= _WIDEST
         and device.platform == "gpu"
@@ -53,7 +55,14 @@ def is_installed() -> bool:
 
 
 def forward(
-    queries: Any, keys: Any, values: Any, index: Any, ends: Any, *, interpret: bool = False
+    queries: Any,
+    keys: Any,
+    values: Any,
+    index: Any,
+    ends: Any,
+    window: None,
+    *,
+    interpret: bool = False,
 ) -> tuple[Any, Any]:
     """Return the output [B T H D] and the log-sum-exp [B K G T] of each query's scores.
 
@@ -70,13 +79,13 @@ def forward(
 
 
 def backward(
-    queries: Any, keys: Any, values: Any, index: Any, ends: Any, *rest: Any, interpret: bool = False
+    queries: Any, keys: Any, values: Any, *rest: Any, interpret: bool = False
 ) -> tuple[Any, Any, Any]:
     """Return the gradients of queries, keys and values.
 
-    `rest` is the two results of `forward` and the gradient of the first.
+    `rest` is the other inputs of `forward`, its two results and the gradient of the first.
     """
-    out, log_sums, out_grad = rest
+    _, ends, _, out, log_sums, out_grad = rest
     operation = _operation(interpret)
     rows, length, heads, _ = queries.shape
     *arrays, ends = _pad(queries, keys, values, ends)

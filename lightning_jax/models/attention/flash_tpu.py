@@ -17,20 +17,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lightning_jax.models.attention import flash
-from lightning_jax.models.attention.blockwise import MASKED, Blocks, by_token, split_blocks
+from lightning_jax.models.attention.blockwise import (
+    MASKED,
+    Blocks,
+    Window,
+    by_token,
+    split_blocks,
+)
 from lightning_jax.models.attention.flash import Sums
 
 _SIZES = (512, 256, 128)  # rows of a block; 512 x 512 scores are 1 MiB of a core's memory
 _BITS = 16  # low bits of a pair's number, which hold its inner block
-_INPUTS = ("index", "ends", "query", "key", "key")
+_INPUTS = ("query", "key", "key")
 _GRADIENT_INPUTS = (*_INPUTS, "query", "number", "number")
 
 
 def forward(
-    queries: Any, keys: Any, values: Any, index: Any, ends: Any, *, interpret: bool = False
+    queries: Any,
+    keys: Any,
+    values: Any,
+    index: Any,
+    ends: Any,
+    window: Window | None,
+    *,
+    interpret: bool = False,
 ) -> tuple[Any, Any]:
     """Return the output [B T H D] and the log-sum-exp [B K G T] of each query's scores."""
-    b = split_blocks(queries, keys, values, index, ends, _SIZES)
+    b = split_blocks(queries, keys, values, index, ends, window, _SIZES)
     numbers = jax.ShapeDtypeStruct((*b.queries.shape[:3], 1, b.queries.shape[3]), jnp.float32)
     column = pltpu.VMEM((b.size, 1), jnp.float32)
     outs, log_sums = _run(
@@ -44,14 +57,15 @@ def forward(
 
 
 def backward(
-    queries: Any, keys: Any, values: Any, index: Any, ends: Any, *rest: Any, interpret: bool = False
+    queries: Any, keys: Any, values: Any, *rest: Any, interpret: bool = False
 ) -> tuple[Any, Any, Any]:
     """Return the gradients of queries, keys and values.
 
-    `rest` is the two results of `forward` and the gradient of the first.
+    `rest` is the other inputs of `forward`, its two results and the gradient of the first.
     """
-    b = split_blocks(queries, keys, values, index, ends, _SIZES)
-    out_grads, *numbers = flash.split_gradient(b, *rest)
+    index, ends, window, out, log_sums, out_grad = rest
+    b = split_blocks(queries, keys, values, index, ends, window, _SIZES)
+    out_grads, *numbers = flash.split_gradient(b, out, log_sums, out_grad)
     more = [out_grads, *(number[..., None, :] for number in numbers)]
     (query_grads,) = _run(
         functools.partial(_query_kernel, scale=queries.shape[3] ** -0.5),
@@ -99,12 +113,16 @@ def _run(
     rows, kv_heads, group = b.queries.shape[:3]
     walk = (counts.max(), group) if by_key else (group, counts.max())
     specs = _specs(b, by_key)
+    kinds = zip(("query_limit", "key_limit"), b.limits, strict=True)
+    in_specs = [tuple(specs[kind] for _ in numbers) for kind, numbers in kinds]
+    in_specs += [specs[kind] for kind in (_GRADIENT_INPUTS if more else _INPUTS)]
+    limits = [tuple(numbers[:, None] for numbers in side) for side in b.limits]
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(rows, kv_heads, *walk),
-            in_specs=[specs[kind] for kind in (_GRADIENT_INPUTS if more else _INPUTS)],
+            in_specs=in_specs,
             out_specs=[specs[kind] for kind, _ in outputs],
             scratch_shapes=scratch,
         ),
@@ -113,7 +131,7 @@ def _run(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary")
         ),
         interpret=interpret,
-    )(pairs, counts, b.index[:, None], b.ends[:, None], b.queries, b.keys, b.values, *more)
+    )(pairs, counts, *limits, b.queries, b.keys, b.values, *more)
 
 
 def list_pairs(visible: Any) -> tuple[Any, Any]:
@@ -147,8 +165,8 @@ def _specs(b: Blocks, by_key: bool) -> dict[str, pl.BlockSpec]:
 
     size, width = b.size, b.queries.shape[4]
     return {
-        "index": spec((None, 1, size), lambda row, head, member, query, key: (row, 0, query)),
-        "ends": spec((None, 1, size), lambda row, head, member, query, key: (row, 0, key)),
+        "query_limit": spec((None, 1, size), lambda row, head, member, query, key: (row, 0, query)),
+        "key_limit": spec((None, 1, size), lambda row, head, member, query, key: (row, 0, key)),
         "query": spec((None, None, None, size, width), lambda *block: (*block[:4], 0)),
         "number": spec((None, None, None, 1, size), lambda *block: (*block[:3], 0, block[3])),
         "key": spec((None, None, size, width), lambda *block: (*block[:2], block[4], 0)),
@@ -187,7 +205,7 @@ def split_pair(pair: Any) -> tuple[Any, Any]:
 
 
 def _forward_kernel(pairs: Any, counts: Any, *refs: Any) -> None:
-    index, ends, query, key, value, out, log_sums, *scratch = refs
+    query_limits, key_limits, query, key, value, out, log_sums, *scratch = refs
     step = step_of(pairs, counts, pl.program_id(0), pl.program_id(3))
     sums = Sums(*scratch)
 
@@ -199,7 +217,7 @@ def _forward_kernel(pairs: Any, counts: Any, *refs: Any) -> None:
 
     @pl.when(step.meets)
     def _meet() -> None:
-        scores = _scores(query, key, index, ends, step.inner)
+        scores = _scores(query, key, query_limits, key_limits, step.inner)
         added = Sums(*(ref[...] for ref in sums)).add(scores, value[...])
         for ref, new in zip(sums, added, strict=True):
             ref[...] = new
@@ -211,7 +229,8 @@ def _forward_kernel(pairs: Any, counts: Any, *refs: Any) -> None:
 
 
 def _query_kernel(pairs: Any, counts: Any, *refs: Any, scale: float) -> None:
-    index, ends, query, key, value, out_grad, log_sums, inner, query_grad, total = refs
+    query_limits, key_limits, query, key, value, *rest, query_grad, total = refs
+    out_grad, log_sums, inner = rest
     step = step_of(pairs, counts, pl.program_id(0), pl.program_id(3))
 
     @pl.when(step.is_first)
@@ -220,7 +239,7 @@ def _query_kernel(pairs: Any, counts: Any, *refs: Any, scale: float) -> None:
 
     @pl.when(step.meets)
     def _meet() -> None:
-        scores = _scores(query, key, index, ends, step.inner)
+        scores = _scores(query, key, query_limits, key_limits, step.inner)
         saved = _column(log_sums), _column(inner)
         total[...] += flash.query_gradient(scores, key[...], value[...], out_grad[...], saved)
 
@@ -230,7 +249,7 @@ def _query_kernel(pairs: Any, counts: Any, *refs: Any, scale: float) -> None:
 
 
 def _key_kernel(pairs: Any, counts: Any, *refs: Any) -> None:
-    index, ends, query, key, value, out_grad, log_sums, inner, *results = refs
+    query_limits, key_limits, query, key, value, out_grad, log_sums, inner, *results = refs
     key_grad, value_grad, key_total, value_total = results
     step = step_of(pairs, counts, pl.program_id(0), pl.program_id(2))
     member = pl.program_id(3)
@@ -242,10 +261,9 @@ def _key_kernel(pairs: Any, counts: Any, *refs: Any) -> None:
 
     @pl.when(step.meets)
     def _meet() -> None:
-        first_key = step.outer * key.shape[0]
-        scores = flash.masked_scores(
-            key[...], query[...], index[...], _column(ends), first_key, key_axis=0
-        )
+        first_key, keys, queries = step.outer * key.shape[0], key[...], query[...]
+        limits = [limit[...] for limit in query_limits], [_column(limit) for limit in key_limits]
+        scores = flash.masked_scores(keys, queries, *limits, first_key, key_axis=0)
         saved = log_sums[...], inner[...]
         grads = flash.key_value_gradients(scores, query[...], value[...], out_grad[...], saved)
         key_total[...] += grads[0]
@@ -257,11 +275,10 @@ def _key_kernel(pairs: Any, counts: Any, *refs: Any) -> None:
         value_grad[...] = value_total[...].astype(value_grad.dtype)
 
 
-def _scores(query: Any, key: Any, index: Any, ends: Any, key_block: Any) -> Any:
-    first_key = key_block * key.shape[0]
-    return flash.masked_scores(
-        query[...], key[...], _column(index), ends[...], first_key, key_axis=1
-    )
+def _scores(query: Any, key: Any, query_limits: Any, key_limits: Any, key_block: Any) -> Any:
+    first_key, queries, keys = key_block * key.shape[0], query[...], key[...]
+    limits = [_column(limit) for limit in query_limits], [limit[...] for limit in key_limits]
+    return flash.masked_scores(queries, keys, *limits, first_key, key_axis=1)
 
 
 def _column(numbers: Any) -> Any:

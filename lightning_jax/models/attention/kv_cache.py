@@ -31,6 +31,7 @@ SEGMENT = 256  # tokens of the first segments; reading fewer saves almost nothin
 TOKEN_AXIS = 2  # token axis of a segment of values
 Segments = tuple[Leaf, ...]
 Queries = Float[Array, "B K M D"]  # M queries of each key head
+Indices = Int[Array, "B T"]  # of tokens in a row
 Rows = Int[Array | np.ndarray, " B"]  # of the cache, one for each row of the batch
 
 
@@ -195,11 +196,13 @@ def attend_cache(
     layer: LayerCache,
     positions: Int[Array, "B T"],
     rows: Rows | None = None,
+    window: int | None = None,
 ) -> Float[Array, "B T H D"]:
     """Return attention to these rows, or to the first B, at indices up to each query's position.
 
-    Query head h reads key head h // (H / K). With several queries per row, segments that no query
-    sees are skipped. A caller that knows the segments it needs can pass only those.
+    With a window they are the last `window` of these. Query head h reads key head h // (H / K).
+    With several queries per row or a window, segments that no query sees are skipped. A caller that
+    knows the segments it needs can pass only those.
     """
     number, length, heads, size = queries.shape
     kv_heads = layer.values[0].shape[1]
@@ -207,20 +210,23 @@ def attend_cache(
     grouped = grouped.astype(layer.keys[0].dtype)  # or the keys would be cast to a wider dtype
     # Padding sees index 0, so that it does not make real queries read empty segments.
     index = jnp.where(positions < layer.length, positions, 0)
+    first = None if window is None else index - (window - 1)
     attend = _attend_whole if layer.whole else _attend_segments
     grouped = pad_to(grouped, layer.values[0].shape[3], 3)
-    out = attend(grouped, layer, index, rows)[..., :size]
+    out = attend(grouped, layer, index, rows, first)[..., :size]
     by_group = out.reshape(number, kv_heads, heads // kv_heads, length, size)
     return by_token(by_group).astype(queries.dtype)
 
 
 def _attend_whole(
-    queries: Queries, layer: LayerCache, index: Int[Array, "B T"], rows: Rows | None
+    queries: Queries, layer: LayerCache, index: Indices, rows: Rows | None, first: Indices | None
 ) -> Queries:
     (keys,), (values,) = layer.keys, layer.values
     rows = jnp.arange(len(queries), dtype=jnp.int32) if rows is None else rows
-    index = jnp.tile(index, (1, queries.shape[2] // index.shape[1]))
-    arrays = (queries, keys, values, index, rows)
+    repeats = (1, queries.shape[2] // index.shape[1])
+    index = jnp.tile(index, repeats)
+    first = None if first is None else jnp.tile(first, repeats)
+    arrays = (queries, keys, values, index, rows, first)
     if keys.shape[TOKEN_AXIS] % flash_cache.SIZE:
         return _at_once(*arrays)
     kernels = {"cuda": flash_cache.attend_gpu, "tpu": flash_cache.attend_tpu}
@@ -236,22 +242,23 @@ def _at_once(
     values: Float[Array, "S K C D"],
     index: Int[Array, "B M"],
     rows: Rows,
+    first: Int[Array, "B M"] | None = None,
 ) -> Queries:
-    out = _combine([_attend_rows(queries, keys.swapaxes(2, 3), values, index, rows)])
+    out = _combine([_attend_rows(queries, keys.swapaxes(2, 3), values, index, rows, first)])
     return out.astype(queries.dtype)
 
 
 def _attend_segments(
-    queries: Queries, layer: LayerCache, index: Int[Array, "B T"], rows: Rows | None
+    queries: Queries, layer: LayerCache, index: Indices, rows: Rows | None, first: Indices | None
 ) -> Float32[Array, "B K M D"]:
     """Attend to each segment and combine the parts as in arXiv 1805.02867."""
     segments = zip(segment_starts(layer.values), layer.keys, layer.values, strict=True)
     parts = []
     for start, keys, values in segments:
         is_certain = start == 0 or (index.shape[1] == 1 and rows is None)
-        attend = _attend_rows if is_certain else _attend_if
-        chosen = () if rows is None else (rows,)
-        parts.append(attend(queries, keys, values, index - start, *chosen))
+        attend = _attend_rows if is_certain and first is None else _attend_if
+        lowest = None if first is None else first - start
+        parts.append(attend(queries, keys, values, index - start, rows, lowest))
     return _combine(parts)
 
 
@@ -269,8 +276,9 @@ def _attend_rows(
     queries: Queries,
     keys: Float[Array, "S K D C"],
     values: Float[Array, "S K C D"],
-    index: Int[Array, "B T"],
-    chosen: Rows | None = None,
+    index: Indices,
+    chosen: Rows | None,
+    first: Indices | None,
 ) -> Sums:
     """Attend to one segment of the chosen rows, or of the first rows."""
     rows, kv_heads, _, size = queries.shape
@@ -279,7 +287,10 @@ def _attend_rows(
     span = values.shape[2]
     wide = jnp.float32
     scores = jnp.einsum("bkmd,bkdc->bkmc", queries, keys, preferred_element_type=wide)
-    seen = jnp.arange(span)[None, None, :] <= index[:, :, None]
+    token = jnp.arange(span)[None, None, :]
+    seen = token <= index[:, :, None]
+    if first is not None:
+        seen &= token >= first[:, :, None]
     by_group = scores.reshape(rows, kv_heads, -1, index.shape[1], span)
     scores = jnp.where(seen[:, None, None], by_group, MASKED).reshape(scores.shape)
     top = scores.max(axis=-1, keepdims=True)
@@ -294,12 +305,16 @@ def _attend_if(
     queries: Queries,
     keys: Float[Array, "S K D C"],
     values: Float[Array, "S K C D"],
-    index: Int[Array, "B T"],
-    *chosen: Rows,
+    index: Indices,
+    chosen: Rows | None,
+    first: Indices | None,
 ) -> Sums:
-    def nothing(queries: Queries, *_: Array) -> Sums:
+    def nothing(queries: Queries, *_: Any) -> Sums:
         column = jnp.zeros((*queries.shape[:3], 1), jnp.float32)
         return Sums(column + MASKED, column, jnp.zeros(queries.shape, jnp.float32))
 
-    arrays = (queries, keys, values, index, *chosen)
-    return jax.lax.cond(index.max() >= 0, _attend_rows, nothing, *arrays)
+    is_seen = index.max() >= 0
+    if first is not None:
+        is_seen &= first.min() < values.shape[TOKEN_AXIS]
+    arrays = (queries, keys, values, index, chosen, first)
+    return jax.lax.cond(is_seen, _attend_rows, nothing, *arrays)

@@ -26,7 +26,8 @@ class LayerInputs(NamedTuple):
 
     rope: RopeTables | None  # of the layer; None: it rotates nothing
     ends: Int[Array, "B T"] | None  # without a cache: see `transformer.forward`
-    positions: Int[Array, "B T"] | None  # with a cache: where the row's tokens are written
+    # With a cache: where the row's tokens are written. With a window: their depths in their trees.
+    positions: Int[Array, "B T"] | None
     rows: Rows | None  # with a cache: its row for each row of the batch
     adapters: Int[Array, " B"] | None  # index for each row; None: the model has at most one
 

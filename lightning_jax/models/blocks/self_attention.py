@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lightning_jax.models.attention import attention
+from lightning_jax.models.attention.blockwise import Window
 from lightning_jax.models.attention.kv_cache import LayerCache, attend_cache, write_cache
 from lightning_jax.models.blocks.parts import Axes, Hidden, LayerInputs, Parts, Width
 from lightning_jax.models.shape import Attention
@@ -28,7 +29,9 @@ _Projected = tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array
 
 def over_row(spec: Attention, parts: Parts, x: Hidden, inputs: LayerInputs) -> Hidden:
     """Return each node's attention to its ancestors in the row and to itself."""
-    return _combine(parts, x, attention.attend_tree(*_project(spec, parts, x, inputs), inputs.ends))
+    window = None if spec.window is None else Window.of(inputs.positions, spec.window)
+    projected = _project(spec, parts, x, inputs)
+    return _combine(parts, x, attention.attend_tree(*projected, inputs.ends, window))
 
 
 def over_cache(
@@ -38,7 +41,8 @@ def over_cache(
     assert inputs.positions is not None, "tokens are written at their positions"
     queries, keys, values = _project(spec, parts, x, inputs)
     cached = write_cache(cached, keys, values, inputs.positions, inputs.rows)
-    return _combine(parts, x, attend_cache(queries, cached, inputs.positions, inputs.rows)), cached
+    mixed = attend_cache(queries, cached, inputs.positions, inputs.rows, spec.window)
+    return _combine(parts, x, mixed), cached
 
 
 def units(spec: Attention) -> dict[str, int]:

@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,13 @@ class Work:
     """Size of microbatches, without padding."""
 
     tokens: int  # nodes of the forest
-    pairs: int  # of a query and a key that it sees
+    pairs: int  # of a query and a key that it sees without a window
     targets: int  # pairs of a node and a token, for which the LM head runs
+    windows: Mapping[int, int] = field(default_factory=dict)  # pairs in windows of these sizes
+
+    def pairs_of(self, window: int | None) -> int:
+        """Return the number of pairs in a window."""
+        return self.pairs if window is None else self.windows[window]
 
 
 def used_nodes(batch: Batch) -> Bool[np.ndarray, "B T"]:
@@ -34,15 +39,20 @@ def used_nodes(batch: Batch) -> Bool[np.ndarray, "B T"]:
     return (batch.positions > 0) | (batch.ends - np.arange(batch.ends.shape[1]) > 1)
 
 
-def work_of(batches: Sequence[Batch]) -> Work:
-    """Return the size of microbatches on the host, as `make_batches` returns them."""
-    tokens = pairs = targets = 0
-    for batch in batches:
-        seen, is_used = batch.ends - np.arange(batch.ends.shape[1]), used_nodes(batch)
-        tokens += int(is_used.sum())
-        pairs += int(seen[is_used].sum())
-        targets += int((batch.distinct.ids >= 0).sum())
-    return Work(tokens, pairs, targets)
+def work_of(batches: Sequence[Batch], windows: Collection[int] = ()) -> Work:
+    """Return the size of microbatches on the host, as `make_batches` returns them.
+
+    `windows` are the sizes of the model's windows.
+    """
+    seen = [batch.positions[used_nodes(batch)] + 1 for batch in batches]  # nodes, itself too
+    return Work(
+        tokens=sum(numbers.size for numbers in seen),
+        pairs=sum(int(numbers.sum()) for numbers in seen),
+        targets=sum(int((batch.distinct.ids >= 0).sum()) for batch in batches),
+        windows={
+            size: sum(int(np.minimum(numbers, size).sum()) for numbers in seen) for size in windows
+        },
+    )
 
 
 def gradient_flops(model: DecoderConfig, work: Work) -> int:
@@ -52,6 +62,7 @@ def gradient_flops(model: DecoderConfig, work: Work) -> int:
 
         L (6 N tokens + 12 H D pairs) + 6 V E targets
 
+    where the pairs of a layer with a window are those in it.
     Of experts, N has those of one token. Each weight costs 2 per token forward, 2 for the gradient
     of its input and 2 for its own, which a weight that is frozen beside adapters has not. A pair
     costs 4 forward, in two products, and 8 backward, in four. Norms, rotary positions and
@@ -67,7 +78,8 @@ def gradient_flops(model: DecoderConfig, work: Work) -> int:
         flops = per_weight * used
         if lora is not None:
             flops += 6 * lora.rank * sum(sum(sizes.get(name, ())) for name in lora.targets)
-        return flops * work.tokens + 12 * work.pairs * block.mixer.heads * block.mixer.head_dim
+        mixer = block.mixer
+        return flops * work.tokens + 12 * work.pairs_of(mixer.window) * mixer.heads * mixer.head_dim
 
     layers = itertools.starmap(layer_flops, enumerate(shape.blocks))
     head = per_weight * work.targets * shape.vocab_size * shape.embed_dim
@@ -84,5 +96,7 @@ def mfu_metrics(
     accelerator = find_accelerator(devices[0].device_kind)
     if accelerator is None:
         return {}
-    flops = gradient_flops(model, work_of(batches))
+    mixers = [block.mixer for block in model.shape.blocks]
+    windows = {mixer.window for mixer in mixers if mixer.window is not None}
+    flops = gradient_flops(model, work_of(batches, windows))
     return {MFU: flops / seconds / (accelerator.flops * len(devices))}

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_trees import depths_of, random_ends
 
 from lightning_jax.models.attention import attention, blockwise
+from lightning_jax.models.attention.blockwise import Window
 from lightning_jax.models.shape import RopeScaling
 
 attend_blocks = jax.jit(attention.attend_blocks)
@@ -23,9 +25,10 @@ def _inputs(rows=2, queries=300, keys=300, heads=4, kv_heads=2, size=8):
     ]
 
 
-def _seen(index, ends):
+def _seen(index, ends, depths=None, window=0):
     key = jnp.arange(ends.shape[1])[None, None, :]
-    return (key <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
+    seen = (key <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
+    return seen if depths is None else seen & (depths[:, :, None] - depths[:, None, :] < window)
 
 
 def _packed_ends(length, tree):
@@ -36,17 +39,18 @@ def _packed_ends(length, tree):
 
 
 @jax.jit
-def _of_blocks(q, k, v, ends):
+def _of_blocks(q, k, v, ends, window=None):
     def loss(q, k, v):
-        return (attend_blocks(q, k, v, ends) ** 2).sum()
+        return (attend_blocks(q, k, v, ends, window) ** 2).sum()
 
     return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
 
 
 @jax.jit
-def _of_all_scores(q, k, v, index, ends):
+def _of_all_scores(q, k, v, index, ends, depths=None, window=0):
     def loss(q, k, v):
-        return (attention.attend_masked(q, k, v, _seen(index, ends)) ** 2).sum()
+        seen = _seen(index, ends, depths, window)
+        return (attention.attend_masked(q, k, v, seen) ** 2).sum()
 
     return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
 
@@ -63,11 +67,51 @@ def test_value_and_gradient_agree_with_all_scores_at_once(tree):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+def _random_rows(length=300):
+    """Return ends and depths [2, T] of random trees, some deeper than 200 nodes."""
+    ends = np.stack([random_ends(length, 5, 0.95), random_ends(length, 6, 0.999)])
+    return jnp.asarray(ends), jnp.asarray(np.stack([depths_of(row) for row in ends]))
+
+
+@pytest.mark.parametrize("window", [1, 30, 140, 300])
+def test_window_by_depth_agrees_with_all_scores_at_once(window):
+    q, k, v = _inputs()
+    index = jnp.broadcast_to(jnp.arange(300), (2, 300))
+    ends, depths = _random_rows()
+    assert depths.max() > 200
+    ours, our_grads = _of_blocks(q, k, v, ends, Window.of(depths, window))
+    theirs, grads = _of_all_scores(q, k, v, index, ends, depths, window)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for a, b in zip(our_grads, grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_window_as_long_as_the_row_changes_no_value_and_no_gradient():
+    ends, depths = _random_rows()
+    ours, theirs = (_of_blocks(*_inputs(), ends, w) for w in (Window.of(depths, 300), None))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("copies", [1, 30])  # 6 nodes, and 180, which are blocks
+def test_window_of_two_nodes_by_hand(copies):
+    # A trunk of three nodes has branches of two nodes and of one. Equal keys give each node the
+    # mean of the values that it sees: its own and its parent's.
+    ends = jnp.asarray([np.ravel([np.array([6, 6, 6, 5, 5, 6]) + 6 * i for i in range(copies)])])
+    depths = jnp.asarray([[0, 1, 2, 3, 4, 3] * copies])
+    values = jnp.asarray([1.0, 2.0, 4.0, 8.0, 16.0, 32.0] * copies)[None, :, None, None]
+    zeros = jnp.zeros((1, 6 * copies, 1, 2))
+    values = jnp.broadcast_to(values, zeros.shape)
+    out = attention.attend_tree(zeros, zeros, values, ends, Window.of(depths, 2))
+    expected = [1.0, 1.5, 3.0, 6.0, 12.0, 18.0] * copies
+    np.testing.assert_allclose(out[0, :, 0, 0], expected, rtol=1e-6)
+
+
 def test_queries_that_jump_about_in_a_longer_cache():
     q, k, v = _inputs(rows=1, queries=140, keys=400)
     index = jax.random.randint(jax.random.key(1), (1, 140), 0, 400)
     ends = jnp.full((1, 400), 2**30)
-    ours, _ = jax.jit(functools.partial(blockwise.forward, size=128))(q, k, v, index, ends)
+    ours, _ = jax.jit(functools.partial(blockwise.forward, size=128))(q, k, v, index, ends, None)
     theirs = jax.jit(attention.attend_masked)(q, k, v, _seen(index, ends))
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 

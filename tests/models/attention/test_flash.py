@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
-from random_trees import random_ends
+from random_trees import depths_of, random_ends
 
 from lightning_jax.models.attention import attention, blockwise, flash, flash_gpu, flash_tpu
+from lightning_jax.models.attention.blockwise import Window
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.families.table import SHAPES
 from lightning_jax.models.mesh import batch_sharding, make_mesh
@@ -26,8 +27,10 @@ KERNELS = {"tpu": flash_tpu, "gpu": flash_gpu}
 TARGETS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
 
 
-def random_inputs(ends: Any, heads: int = 4, kv_heads: int = 2, size: int = 16) -> list[Any]:
-    """Return (queries, keys, values, index, ends, gradient of the output)."""
+def random_inputs(
+    ends: Any, heads: int = 4, kv_heads: int = 2, size: int = 16, window: int | None = None
+) -> list[Any]:
+    """Return (queries, keys, values, index, ends, window, gradient of the output)."""
     rows, length = ends.shape
     random = np.random.default_rng(0)
     queries, keys, values, grad = (
@@ -35,7 +38,10 @@ def random_inputs(ends: Any, heads: int = 4, kv_heads: int = 2, size: int = 16) 
         for count in (heads, kv_heads, kv_heads, heads)
     )
     index = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    return [queries, keys, values, index, jnp.asarray(ends), grad]
+    limit = None
+    if window is not None:
+        limit = Window.of(jnp.asarray(np.stack([depths_of(row) for row in ends])), window)
+    return [queries, keys, values, index, jnp.asarray(ends), limit, grad]
 
 
 @functools.cache
@@ -54,9 +60,11 @@ def interpreted(platform: str) -> Any:
 @jax.jit
 def with_all_scores(*arrays: Any) -> Any:
     """Compute the same as `interpreted`, with attention that does not use blocks."""
-    queries, keys, values, index, ends, grad = arrays
+    queries, keys, values, index, ends, window, grad = arrays
     key = jnp.arange(ends.shape[1])[None, None, :]
     seen = (key <= index[:, :, None]) & (index[:, :, None] < ends[:, None, :])
+    if window is not None:
+        seen &= window.first[:, :, None] <= window.depths[:, None, :]
 
     out, backward = jax.vjp(
         lambda q, k, v: attention.attend_masked(q, k, v, seen), queries, keys, values
@@ -106,7 +114,7 @@ def assert_near(ours: Any, theirs: Any, atol: float) -> None:
 @pytest.mark.parametrize("platform", KERNELS)
 def test_bfloat16(platform: str) -> None:
     inputs = random_inputs(random_rows(1), size=64)
-    narrow = [x.astype(jnp.bfloat16) if x.ndim == 4 else x for x in inputs]
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim == 4 else x, inputs)
     ours = interpreted(platform)(*narrow)
     assert {x.dtype for x in ours} == {jnp.dtype(jnp.bfloat16)}
     assert_near(ours, with_all_scores(*inputs), atol=0.02)
@@ -124,13 +132,54 @@ def test_blocks_that_nobody_sees_are_not_computed(platform: str) -> None:
 
 def test_blocks_that_meet_by_hand() -> None:
     ends = np.where(np.arange(LENGTH) < 128, 128, LENGTH)[None].repeat(4, 0)
-    queries, keys, values, index, ends, _ = random_inputs(ends)
-    blocks = blockwise.split_blocks(queries, keys, values, index, ends, (512, 256, 128))
+    blocks = blockwise.split_blocks(*random_inputs(ends)[:6], sizes=(512, 256, 128))
     assert blocks.size == 128 and blocks.queries.shape == (4, 2, 2, 384, 16)
     assert blocks.visible[0].tolist() == [
         [True, False, False],
         [False, True, False],
         [False, True, True],
+    ]
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("window", [1, 70])
+def test_windows_agree_with_all_scores_at_once(platform: str, window: int) -> None:
+    assert_agree(platform, random_inputs(random_rows(7), window=window))
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_window_as_long_as_the_row_changes_nothing(platform: str) -> None:
+    rows = random_rows(3)
+    both = [random_inputs(rows, window=size) for size in (LENGTH, None)]
+    for a, b in zip(*(interpreted(platform)(*inputs) for inputs in both), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_blocks_before_the_window_are_not_computed(platform: str) -> None:
+    queries, keys, values, *rest = random_inputs(np.full((4, LENGTH), LENGTH), window=20)
+    # Queries from 256 on see keys from 237 on, and no block with a key before 128.
+    inputs = [queries, *(x.at[:, :128].set(jnp.nan) for x in (keys, values)), *rest]
+    out, query_grads, _, _ = interpreted(platform)(*inputs)
+    for x in (out, query_grads):
+        assert np.isnan(x[:, :128]).all() and np.isfinite(x[:, 256:]).all()
+
+
+def test_blocks_that_meet_in_a_window_by_hand() -> None:
+    # A trunk of 130 nodes has two branches of 65. Each node sees 67 nodes.
+    ends = np.full((1, LENGTH), LENGTH)
+    ends[:, 130:195] = 195
+    inputs = random_inputs(ends, window=67)
+    assert inputs[5].depths[0, [129, 130, 194, 195, 259]].tolist() == [129, 130, 194, 130, 194]
+    blocks = blockwise.split_blocks(*inputs[:6], sizes=(64,))
+    # Blocks begin at 0, 64, 128, 192 and 256. Their queries' smallest depths are 0, -2, 62, 64 and
+    # 125: those of nodes 0, 64, 128, 195 and 256.
+    assert blocks.visible[0].tolist() == [
+        [True, False, False, False, False],
+        [True, True, False, False, False],
+        [True, True, True, False, False],
+        [False, True, True, True, False],
+        [False, True, True, True, True],
     ]
 
 
@@ -156,19 +205,23 @@ def per_device(platform: str) -> tuple[Any, Any]:
     return forward, backward
 
 
-def test_devices_compute_their_rows_and_heads() -> None:
+@pytest.mark.parametrize("window", [None, 70])
+def test_devices_compute_their_rows_and_heads(window: int | None) -> None:
     mesh = make_mesh(MeshConfig(*SIZES))
-    inputs = random_inputs(random_rows(1))
-    out, _ = jax.jit(per_device("tpu")[0])(*jax.device_put(inputs[:5], batch_sharding(mesh)))
+    inputs = random_inputs(random_rows(1), window=window)
+    out, _ = jax.jit(per_device("tpu")[0])(*jax.device_put(inputs[:6], batch_sharding(mesh)))
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, PLACE), 4)
     np.testing.assert_allclose(out, with_all_scores(*inputs)[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", KERNELS)
-def test_devices_compute_the_gradients_of_their_rows_and_heads(platform: str) -> None:
+@pytest.mark.parametrize("window", [None, 70])
+def test_devices_compute_the_gradients_of_their_rows_and_heads(
+    platform: str, window: int | None
+) -> None:
     mesh = make_mesh(MeshConfig(*SIZES))
-    inputs = random_inputs(random_rows(1))
+    inputs = random_inputs(random_rows(1), window=window)
     forward, backward = per_device(platform)
 
     @jax.jit
@@ -183,30 +236,41 @@ def test_devices_compute_the_gradients_of_their_rows_and_heads(platform: str) ->
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
 
 
-def lowered(platform: str, model: str, sizes: tuple[int, int, int], length: int = 4096) -> str:
+def lowered(
+    platform: str, model: str, sizes: tuple[int, int, int], window: int | None, length: int = 4096
+) -> str:
     """Lower the program of a gradient for eight devices of a platform."""
     mixer = SHAPES[model].blocks[0].mixer
     mesh = make_mesh(MeshConfig(*sizes))
     rows = NamedSharding(mesh_for(platform, mesh), batch_sharding(mesh).spec)
-    tokens, ends = (4, length), jax.ShapeDtypeStruct((4, length), jnp.int32, sharding=rows)
+    tokens, numbers = (4, length), jax.ShapeDtypeStruct((4, length), jnp.int32, sharding=rows)
     arrays = [
         jax.ShapeDtypeStruct((*tokens, count, mixer.head_dim), jnp.bfloat16, sharding=rows)
         for count in (mixer.heads, mixer.kv_heads, mixer.kv_heads)
     ]
 
-    def loss(queries: Any, keys: Any, values: Any, ends: Any) -> Any:
-        return attention.attend_tree(queries, keys, values, ends).astype(jnp.float32).sum()
+    def loss(queries: Any, keys: Any, values: Any, ends: Any, depths: Any) -> Any:
+        limit = None if window is None else Window.of(depths, window)
+        out = attention.attend_tree(queries, keys, values, ends, limit)
+        return out.astype(jnp.float32).sum()
 
-    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays, ends)
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays, numbers, numbers)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("platform", TARGETS)
 @pytest.mark.parametrize(
-    ("model", "sizes"), [("Qwen/Qwen2.5-1.5B-Instruct", (1, 4, 2)), ("Qwen/Qwen3-8B", (1, 2, 4))]
+    ("model", "sizes", "window"),
+    [
+        ("Qwen/Qwen2.5-1.5B-Instruct", (1, 4, 2), None),
+        ("Qwen/Qwen3-8B", (1, 2, 4), None),
+        ("Qwen/Qwen3-8B", (1, 2, 4), 512),
+    ],
 )
-def test_training_shapes_lower(platform: str, model: str, sizes: tuple[int, int, int]) -> None:
-    text = lowered(platform, model, sizes)
+def test_training_shapes_lower(
+    platform: str, model: str, sizes: tuple[int, int, int], window: int | None
+) -> None:
+    text = lowered(platform, model, sizes, window)
     # Three kernels: forward, gradient of queries, gradient of keys and values. No T x T array.
     assert text.count(f"custom_call @{TARGETS[platform]}(") == 3
     assert "4096x4096" not in text
@@ -218,14 +282,15 @@ def check_on_device(platform: str) -> None:
         pytest.skip(f"JAX sees no {platform} here")
     ends = np.stack([random_ends(3000, 1, 0.99), random_ends(3000, 2, 0.9)])
     for dtype, size, atol in ((jnp.float32, 64, 1e-4), (jnp.bfloat16, 128, 0.02)):
-        queries, keys, values, index, ends, grad = random_inputs(ends, 9, 3, size)
-        arrays = [x.astype(dtype) for x in (queries, keys, values)]
-        attend = functools.partial(attention.attend_tree, ends=ends)
-        with jax.default_matmul_precision("highest"):
-            out, backward = jax.vjp(jax.jit(attend), *arrays)
-            ours = (out, *backward(grad.astype(dtype)))
-            theirs = with_all_scores(queries, keys, values, index, ends, grad)
-        assert_near(ours, theirs, atol)
+        for window in (None, 300):
+            inputs = random_inputs(ends, 9, 3, size, window)
+            arrays, (_, tree_ends, limit, grad) = inputs[:3], inputs[3:]
+            attend = functools.partial(attention.attend_tree, ends=tree_ends, window=limit)
+            with jax.default_matmul_precision("highest"):
+                out, backward = jax.vjp(jax.jit(attend), *(x.astype(dtype) for x in arrays))
+                ours = (out, *backward(grad.astype(dtype)))
+                theirs = with_all_scores(*inputs)
+            assert_near(ours, theirs, atol)
 
 
 @pytest.mark.tpu

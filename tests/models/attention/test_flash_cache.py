@@ -1,6 +1,7 @@
 """Tests of the serving kernels in Pallas's interpreter against attention with all scores."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -29,15 +30,28 @@ def arrays(rows: int, slots: int, heads: int, members: int, width: int, span: in
     return queries, normal(slots, heads, span, width), normal(slots, heads, span, width)
 
 
-def check(platform: str, queries: Any, keys: Any, values: Any, index: Any, rows: Any) -> None:
+def check(
+    platform: str,
+    queries: Any,
+    keys: Any,
+    values: Any,
+    index: Any,
+    rows: Any,
+    window: int | None = None,
+) -> None:
     """Check the interpreted kernel against all scores at once.
 
     Values that no query of a row may see are huge, so that reading them would fail the check.
     """
-    beyond = np.arange(keys.shape[2])[None, :] > index.max(axis=1, keepdims=True)
+    token = np.arange(keys.shape[2])[None, :]
+    beyond = token > index.max(axis=1, keepdims=True)
+    first = None
+    if window is not None:
+        first = jnp.asarray(index - window + 1)
+        beyond |= token < np.asarray(first).min(axis=1, keepdims=True)
     spoilt = np.where(beyond[:, None, :, None], np.float32(1e30), values[np.array(rows)])
     values = values.at[np.array(rows)].set(spoilt)
-    arguments = queries, keys, values, jnp.asarray(index), jnp.asarray(rows, jnp.int32)
+    arguments = queries, keys, values, jnp.asarray(index), jnp.asarray(rows, jnp.int32), first
     got = jax.jit(functools.partial(KERNELS[platform], interpret=True))(*arguments)
     np.testing.assert_allclose(got, _at_once(*arguments), rtol=1e-5, atol=1e-5)
 
@@ -80,9 +94,39 @@ def test_multiple_tokens_of_any_row(
 
 
 @pytest.mark.parametrize("platform", KERNELS)
-def test_devices_of_a_mesh_take_heads(platform) -> None:
+@pytest.mark.parametrize("window", [1, 50, 200, 1000])
+@pytest.mark.parametrize("programs", [512, 1])
+def test_window_ends_reads_before_it(platform, window, programs, monkeypatch) -> None:
+    monkeypatch.setattr(flash_cache, "_GPU_PROGRAMS", programs)
+    monkeypatch.setattr(flash_cache, "_TPU_BLOCK", 512 * 32)  # blocks of 128 queries
+    random = np.random.default_rng(window)
+    chunk = 300 + np.arange(150, dtype=np.int32)  # a chunk of a prompt, in three blocks of queries
+    index = np.stack([chunk, chunk + 180, random.integers(0, 640, 150, dtype=np.int32)])
+    made = arrays(3, 5, 2, 150, 32, 640, "float32")
+    check(platform, *made, index, [4, 0, 2], window)
+    last = np.array([[639], [0], [200]], np.int32)  # a step of decode
+    made = arrays(3, 5, 2, 3, 32, 640, "float32")
+    check(platform, *made, np.repeat(last, 3, axis=1), [1, 3, 0], window)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_blocks_before_the_window_are_not_read(platform) -> None:
+    """Check with NaN, because NaN times a weight of 0 is NaN, too."""
+    queries, keys, values = arrays(1, 1, 2, 3, 32, 640, "float32")
+    values = values.at[:, :, :512].set(jnp.nan)
+    index, rows = jnp.full((1, 3), 600), jnp.zeros(1, jnp.int32)
+    kernel = jax.jit(functools.partial(KERNELS[platform], interpret=True))
+    first = index - 80
+    assert np.isfinite(kernel(queries, keys, values, index, rows, first)).all()
+    assert np.isnan(kernel(queries, keys, values, index, rows, None)).all()
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("first", [None, [[0, 60], [100, 0]]])
+def test_devices_of_a_mesh_take_heads(platform, first) -> None:
     made = arrays(2, 3, 2, 2, 16, 128, "float32")
-    rest = jnp.asarray([[5, 70], [127, 0]], jnp.int32), jnp.asarray([2, 0], jnp.int32)
+    numbers = [[5, 70], [127, 0]], [2, 0], first
+    rest = tuple(None if n is None else jnp.asarray(n, jnp.int32) for n in numbers)
     mesh = make_mesh(MeshConfig(2, 2, 2))
     sharding = NamedSharding(mesh, jax.P(None, "tensor"))
     kernel = functools.partial(KERNELS[platform], interpret=True)
@@ -107,12 +151,15 @@ def shapes_of(program: str, span: int) -> tuple[Any, ...]:
     return queries, LayerCache(side, side, whole=True), positions, rows
 
 
+@pytest.mark.parametrize("window", [None, 512])
 @pytest.mark.parametrize("program", TOKENS)
 @pytest.mark.parametrize("platform", MARKS)
-def test_a_step_lowers_without_the_device(platform, program) -> None:
+def test_a_step_lowers_without_the_device(platform, program, window) -> None:
+    attend = jax.jit(functools.partial(attend_cache, window=window))
+
     def lowered(span: int, platform: str) -> str:
         with jax.sharding.use_abstract_mesh(mesh_for(platform, make_mesh(MeshConfig(1, 1, 1)))):
-            traced = jax.jit(attend_cache).trace(*shapes_of(program, span))
+            traced = attend.trace(*shapes_of(program, span))
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
     assert MARKS[platform] in lowered(640, platform)
@@ -125,16 +172,19 @@ def check_on_device(platform: str) -> None:
     if jax.default_backend() != platform:
         pytest.skip(f"JAX sees no {platform} here")
     rng = np.random.default_rng(0)
-    for number, rows in ((1, None), (100, rng.permutation(24)[:16].astype(np.int32))):
+    some = rng.permutation(24)[:16].astype(np.int32)
+    steps = (1, None), (100, some)
+    for (number, rows), window in itertools.product(steps, (None, 90)):
         _, keys, values = arrays(16, 24, 2, 6, 128, 1024, "bfloat16")
         queries = jnp.asarray(rng.normal(size=(16, number, 12, 128)), jnp.bfloat16)
         first = rng.integers(0, 1024 - number, (16, 1), dtype=np.int32)
         rest = first + np.arange(number, dtype=np.int32)[None], rows
-        got = jax.jit(attend_cache)(queries, LayerCache((keys,), (values,), whole=True), *rest)
+        attend = jax.jit(functools.partial(attend_cache, window=window))
+        got = attend(queries, LayerCache((keys,), (values,), whole=True), *rest)
         with jax.default_device(jax.devices("cpu")[0]):
             host = [jnp.asarray(np.asarray(x)) for x in (queries, keys, values)]
             layer = LayerCache((host[1],), (host[2],), whole=True)
-            wanted = jax.jit(attend_cache)(host[0], layer, *rest)
+            wanted = attend(host[0], layer, *rest)
         np.testing.assert_allclose(np.float32(got), np.float32(wanted), atol=0.02)
 
 

@@ -21,6 +21,7 @@ from random_trees import random_ends
 
 from lightning_jax.models import tokamax_library
 from lightning_jax.models.attention import attention, flash_gpu, flash_tokamax
+from lightning_jax.models.attention.blockwise import Window
 from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.mesh import batch_sharding, make_mesh
 from lightning_jax.train.memory.targets import target_devices
@@ -66,9 +67,11 @@ def test_kernels_fit_the_device_and_the_arrays(
     monkeypatch.setattr(flash_tokamax, "get_default_device", lambda: SimpleNamespace(**device))
     monkeypatch.setattr(flash_tokamax, "is_installed", lambda: True)
     queries = jax.ShapeDtypeStruct(shape, dtype)
-    assert attention._for_gpu(queries) is expected
+    assert attention._for_gpu(queries, None) is expected
+    window = Window.of(jnp.zeros(shape[:2], jnp.int32), 4)
+    assert attention._for_gpu(queries, window) is flash_gpu
     monkeypatch.setattr(flash_tokamax, "is_installed", lambda: False)
-    assert attention._for_gpu(queries) is flash_gpu
+    assert attention._for_gpu(queries, None) is flash_gpu
 
 
 def test_library_of_another_version_leaves_the_other_kernels(monkeypatch: Any, caplog: Any) -> None:
@@ -96,7 +99,7 @@ def inputs(dtype: str, heads: int = 4, kv_heads: int = 2, size: int = 16) -> lis
 
 @jax.jit
 def with_tokamax(queries: Any, keys: Any, values: Any, grad: Any) -> tuple[Any, ...]:
-    arrays = queries, keys, values, None, jnp.asarray(ENDS)
+    arrays = queries, keys, values, None, jnp.asarray(ENDS), None
     out, log_sums = flash_tokamax.forward(*arrays, interpret=True)
     return out, *flash_tokamax.backward(*arrays, out, log_sums, grad, interpret=True)
 

@@ -27,7 +27,7 @@ from lightning_jax.models.attention.kv_cache import (
 from lightning_jax.models.shape import Attention, Block, DecoderShape, Dense
 
 SHAPE = DecoderShape(vocab_size=8, embed_dim=16, blocks=2 * (Block(Attention(2, 2, 8), Dense(16)),))
-attend = jax.jit(attend_cache)
+attend = jax.jit(attend_cache, static_argnames="window")
 attend_all = jax.jit(attention.attend_masked)
 
 
@@ -126,6 +126,32 @@ def test_attention_agrees_with_all_scores_at_once(num_queries: int, last: int, p
     seen = jnp.arange(700)[None, None, :] <= positions[:, :, None]
     expected = attend_all(queries, keys, values, seen)
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+@PLATFORMS
+@pytest.mark.parametrize("num_queries", [1, 40])
+@pytest.mark.parametrize("window", [1, 20, 300])
+def test_window_agrees_with_all_scores_at_once(num_queries: int, window: int, platform: str):
+    cache, keys, values = _filled(2, 700, platform)
+    queries = jax.random.normal(jax.random.key(1), (2, num_queries, 4, 8))
+    positions = jnp.maximum(jnp.array([[580], [3]]) - jnp.arange(num_queries)[None, ::-1], 0)
+    out = attend(queries, cache.layers[0], positions, window=window)
+    token = jnp.arange(700)[None, None, :]
+    index = positions[:, :, None]
+    expected = attend_all(queries, keys, values, (token <= index) & (token > index - window))
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("rows", [None, jnp.array([1, 0])])
+def test_segments_before_the_window_are_not_read(rows: jax.Array | None):
+    """Check with NaN, because NaN times a weight of 0 is NaN, too."""
+    cache, _, _ = _filled(2, 700)
+    layer = cache.layers[0]  # in segments of 256, 256 and 188 tokens
+    layer = replace(layer, values=(layer.values[0] * jnp.nan, *layer.values[1:]))
+    queries = jax.random.normal(jax.random.key(1), (2, 1, 4, 8))
+    positions = jnp.array([[600], [350]])
+    assert np.isfinite(attend(queries, layer, positions, rows, window=90)).all()
+    assert np.isnan(attend(queries, layer, positions, rows, window=100)[1]).all()
 
 
 def test_fewer_rows_and_fewer_segments_change_nothing_and_padding_is_finite():

@@ -45,6 +45,19 @@ def test_frozen_weights_cost_two_thirds_beside_adapters() -> None:
     assert gradient_flops(adapted, Work(3, 6, 2)) == 2 * layer + 4 * 2 * 10 * 4 == 6656
 
 
+def test_layers_with_windows_count_their_pairs_by_hand() -> None:
+    local, whole = (Block(Attention(2, 1, 2, window=size), Dense(8)) for size in (2, None))
+    model = SMALL.with_shape(blocks=(local, whole, local))
+    batches, _ = make_batches([sequence([1, 2], [3, 4]), sequence([1, 2], [5, 7, 9])], ROWS)
+    # Nodes 1 2 3 and 5 7 at positions 0 1 2 and 2 3. Targets are 3 4 and 5 7 9.
+    work = work_of(batches, (2, 3, 9))
+    assert (work.tokens, work.pairs, work.targets) == (5, 1 + 2 + 3 + 3 + 4, 5)
+    assert work.windows == {2: 1 + 2 + 2 + 2 + 2, 3: 1 + 2 + 3 + 3 + 3, 9: 13}
+    weights, pair = 6 * 144 * 5, 12 * 4
+    layers = 3 * weights + pair * (9 + 13 + 9)
+    assert gradient_flops(model, work) == layers + 6 * 5 * 10 * 4
+
+
 def test_full_rows_of_1_5b_give_the_predicted_mfu() -> None:
     work = Work(4 * 4096, 4 * 4096 * 4097 // 2, 4 * 2048)
     share = gradient_flops(shape_of("1.5b"), work) / 0.621 / ACCELERATORS["h100"].flops
