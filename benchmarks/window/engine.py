@@ -332,7 +332,7 @@ def memory_bound_ms(config: Any, rows: int, context: int, rate: float) -> float:
 
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     of_weights, of_token = decode_bytes(config, mesh, "bfloat16")
-    return 1e3 * (of_weights + of_token * rows * context) / rate
+    return 1e3 * (of_weights + of_token[None] * rows * context) / rate
 
 
 def gpu_rate(rates: dict[str, float]) -> float:

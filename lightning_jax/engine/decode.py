@@ -96,7 +96,7 @@ class ReadBound:
     """Least time of a decode step: that in which a device reads what the step needs."""
 
     step_s: float  # to read the weights
-    token_s: float  # to read the keys and values of one token
+    token_s: Mapping[int | None, float]  # to read a token's keys and values in layers of a window
 
     @classmethod
     def of(cls, programs: SlotPrograms) -> "ReadBound | None":
@@ -106,8 +106,9 @@ class ReadBound:
         if accelerator is None:
             return None
         mesh = programs.mesh or make_mesh(MeshConfig(fsdp=1), devices)
-        numbers = decode_bytes(programs.config, mesh, programs.dtype)
-        return cls(*(number / accelerator.bandwidth for number in numbers))
+        weights, tokens = decode_bytes(programs.config, mesh, programs.dtype)
+        rate = accelerator.bandwidth
+        return cls(weights / rate, {window: size / rate for window, size in tokens.items()})
 
     def seconds(
         self, contexts: Int[np.ndarray, " R"], numbers: Int[np.ndarray, " R"], steps: int
@@ -117,7 +118,15 @@ class ReadBound:
         The rows begin with contexts of these lengths, and each token makes its row longer.
         """
         read = numbers * contexts + numbers * (numbers - 1) // 2
-        return steps * self.step_s + int(read.sum()) * self.token_s
+        seconds = steps * self.step_s
+        for window, token_s in self.token_s.items():
+            beyond = 0
+            if window is not None:  # the last step of a row has the most tokens before its window
+                most = np.maximum(contexts + numbers - 1 - window, 0)
+                steps_beyond = np.minimum(most, numbers)
+                beyond = steps_beyond * (2 * most - steps_beyond + 1) // 2
+            seconds += int((read - beyond).sum()) * token_s
+        return seconds
 
 
 class Stepper:

@@ -154,10 +154,11 @@ def cache_bytes(
     return sum(sizes) * jnp.dtype(dtype).itemsize
 
 
-def decode_bytes(model: DecoderConfig, mesh: Mesh, dtype: Any) -> tuple[int, int]:
+def decode_bytes(model: DecoderConfig, mesh: Mesh, dtype: Any) -> tuple[int, dict[int | None, int]]:
     """Return what one device reads in a decode step: (bytes of weights, bytes per cached token).
 
-    Each row of the step reads all tokens of its context. If the head has weights of its own, a step
+    The second is that of the layers with each window. Each row of the step reads the tokens of its
+    context, or those in the window. If the head has weights of its own, a step
     reads so little of the embeddings that they are left out.
     """
 
@@ -165,12 +166,13 @@ def decode_bytes(model: DecoderConfig, mesh: Mesh, dtype: Any) -> tuple[int, int
         tied = model.shape.tie_embeddings
         return tree if tied else {key: leaf for key, leaf in tree.items() if key != "embed"}
 
-    mixers = [block.mixer for block in model.shape.blocks]
-    token = sum(
-        2 * mixer.kv_heads * mixer.head_dim // _split("kv_heads", mixer.kv_heads, mesh)
-        for mixer in mixers
-    )
-    return weight_bytes(model, mesh, dtype, read), token * jnp.dtype(dtype).itemsize
+    token: dict[int | None, int] = {}
+    for block in model.shape.blocks:
+        mixer = block.mixer
+        numbers = 2 * mixer.kv_heads * mixer.head_dim
+        share = numbers // _split("kv_heads", mixer.kv_heads, mesh) * jnp.dtype(dtype).itemsize
+        token[mixer.window] = token.get(mixer.window, 0) + share
+    return weight_bytes(model, mesh, dtype, read), token
 
 
 def _split(axis: str | None, size: int, mesh: Mesh) -> int:

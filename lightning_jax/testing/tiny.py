@@ -49,6 +49,15 @@ def with_mixers(config: DecoderConfig, **changes: Any) -> DecoderConfig:
     return config.with_shape(blocks=tuple(changed))
 
 
+def windowed(model: LoadedModel, window: int, period: int) -> LoadedModel:
+    """Return the model with a window in all layers but the last one of each period."""
+    blocks = model.config.shape.blocks
+    local = with_mixers(model.config, window=window).shape.blocks
+    mixed = [*local]
+    mixed[period - 1 :: period] = blocks[period - 1 :: period]
+    return replace(model, config=model.config.with_shape(blocks=tuple(mixed)))
+
+
 def tiny_policies(lora: LoraConfig, number: int = 2) -> LoadedModel:
     """Return a tiny model of one layer with several adapters that all give different outputs."""
     model = adapted(tiny_model(num_layers=1), lora, 0, number)

@@ -63,7 +63,7 @@ def counted(loop: EngineLoop, before: dict[str, float]) -> dict[str, float]:
 
 
 def test_the_bound_is_the_time_to_read_weights_and_contexts_by_hand() -> None:
-    bound = ReadBound(step_s=0.5, token_s=0.001)
+    bound = ReadBound(step_s=0.5, token_s={None: 0.001})
     contexts = np.asarray([10, 20])
     assert bound.seconds(contexts, np.asarray([1, 1]), 1) == pytest.approx(0.5 + 0.030)
     # The second step has contexts of 11 and 21 tokens, the third of 12 and 22.
@@ -73,6 +73,14 @@ def test_the_bound_is_the_time_to_read_weights_and_contexts_by_hand() -> None:
     assert bound.seconds(contexts, np.asarray([1, 3]), 4) == pytest.approx(
         2.0 + 0.030 + 0.021 + 0.022
     )
+
+
+def test_layers_with_a_window_read_no_more_than_it_has_by_hand() -> None:
+    bound = ReadBound(step_s=0.0, token_s={12: 0.001, None: 1.0})
+    # Contexts are 10 to 14, of which 10 11 12 12 12 are in the window, 20 and 3.
+    contexts, numbers = np.asarray([10, 20, 3]), np.asarray([5, 1, 1])
+    assert bound.seconds(contexts, numbers, 5) == pytest.approx(60 + 20 + 3 + 0.057 + 0.012 + 0.003)
+    assert bound.seconds(np.asarray([30]), np.asarray([4]), 4) == pytest.approx(126 + 0.048)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -94,7 +102,7 @@ def test_a_step_reads_all_weights_but_embeddings_beside_a_head(
     )  # fmt: skip
     assert bound.step_s == pytest.approx(size * (table + layers) / 1000)
     keys = sum(block.mixer.kv_heads * block.mixer.head_dim for block in shape.blocks)
-    assert bound.token_s == pytest.approx(size * 2 * keys / 1000)
+    assert bound.token_s == {None: pytest.approx(size * 2 * keys / 1000)}
 
 
 async def test_turns_that_decode_are_timed_on_a_known_accelerator(
@@ -117,7 +125,7 @@ async def test_turns_that_decode_are_timed_on_a_known_accelerator(
     stats = loop.stats()
     assert 0.0 < stats["serve/decode_s"] <= seconds + 0.1
     contexts = [len(prompt), len(prompt) + 1, len(prompt) + 2]  # with the token that is read
-    wanted = sum(bound.step_s + bound.token_s * number for number in contexts)
+    wanted = sum(bound.step_s + bound.token_s[None] * number for number in contexts)
     assert stats["serve/decode_bound_s"] == pytest.approx(wanted)
 
 

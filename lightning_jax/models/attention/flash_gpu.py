@@ -7,10 +7,10 @@ Triton compiles the same kernels for every CUDA GPU. JAX deprecates Triton from 
 of Mosaic GPU, whose kernels must be written for each GPU generation.
 
 tokamax has such kernels (flash_tokamax.py). These stay, because tokamax has none for float32, wide
-heads, long rows and other GPUs, and does not run on Python 3.11. XLA alone cannot replace them. Of
-a gradient of 4 rows of 4,096 nodes with 12 heads, all scores at once take 8.1 GB. blockwise.py
-takes 0.9 GB and has two loops, and after each iteration the host reads whether to go on. Once JAX
-has no Triton, the file goes and those cases use blockwise.py.
+heads, long rows, windows by depth and other GPUs, and does not run on Python 3.11. XLA alone cannot
+replace them. Of a gradient of 4 rows of 4,096 nodes with 12 heads, all scores at once take 8.1 GB.
+blockwise.py takes 0.9 GB and has two loops, and after each iteration the host reads whether to go
+on. Once JAX has no Triton, the file goes and those cases use blockwise.py.
 """
 
 import functools

@@ -4,6 +4,7 @@ The model repeats two blocks that differ in rotary positions, norms and heads, a
 of the pattern.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -140,7 +141,11 @@ def test_memory_is_that_of_each_block():
     sizes = [leaf.size for leaf in jax.tree.leaves(_params(UNLIKE))]
     assert weight_bytes(UNLIKE, mesh, jnp.float32) == 4 * sum(sizes)
     # Three blocks have 2 key heads of 8, two have 4.
-    assert decode_bytes(UNLIKE, mesh, jnp.bfloat16)[1] == 2 * 2 * 8 * (3 * 2 + 2 * 4)
+    assert decode_bytes(UNLIKE, mesh, jnp.bfloat16)[1] == {None: 2 * 2 * 8 * (3 * 2 + 2 * 4)}
+    local = replace(FIRST, mixer=replace(FIRST.mixer, window=5))
+    windows = UNLIKE.with_shape(blocks=(local, SECOND, SECOND))
+    read = {5: 2 * 2 * 8 * 2, None: 2 * 2 * 8 * 2 * 4}
+    assert decode_bytes(windows, mesh, jnp.bfloat16)[1] == read
     # Of the embedding, the query heads, the key heads and the MLP.
     first, second = (4 * 32 + 3 * 32 + 3 * keys + 3 * 40 for keys in (16, 32))
     kept = activation_bytes(UNLIKE, mesh, remat="none", dtype=jnp.float32)
