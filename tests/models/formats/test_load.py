@@ -152,6 +152,26 @@ def test_wrong_gguf_files_are_refused(tmp_path):
         load_model(str(tmp_path / "mamba.gguf"))
 
 
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"model_type": "mistral", "sliding_window": 100}, 100),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral"}, 4096),  # as in transformers
+        ({"model_type": "phi3", "sliding_window": 100}, 100),
+        ({"model_type": "phi3", "sliding_window": 2048}, None),  # as long as the longest text
+        ({"model_type": "phi3"}, None),
+        ({"model_type": "llama", "sliding_window": 100}, None),
+    ],
+)
+def test_every_layer_has_the_window_of_the_config(fields, window, tmp_path):
+    save_hf(tmp_path, TINY)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    blocks = load_shape(str(tmp_path)).blocks
+    assert [block.mixer.window for block in blocks] == [window, window]
+
+
 LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
 
 
@@ -166,7 +186,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
             "unsupported",
             "use_sliding_window",
         ),
-        ({"model_type": "mistral", "sliding_window": 4096}, "unsupported", "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": 0}, "malformed", "sliding_window"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "unsupported",
@@ -187,7 +207,6 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
             {"model_type": "granitemoehybrid", "num_local_experts": 0},
             *("unsupported", "layer_types"),
         ),
-        ({"model_type": "phi3", "sliding_window": 100}, "unsupported", "sliding_window"),
         ({"model_type": "phi3", "partial_rotary_factor": 2}, "malformed", "partial_rotary_factor"),
         ({"model_type": "phi3", "rope_scaling": LONG}, "malformed", "short_factor"),
         (

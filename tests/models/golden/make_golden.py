@@ -138,6 +138,10 @@ FAMILIES = {
         MistralForCausalLM,
         MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False),
     ),
+    "mistral_window": (
+        MistralForCausalLM,
+        MistralConfig(**SIZES, sliding_window=7, tie_word_embeddings=False),
+    ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES, tie_word_embeddings=False)),
     "phi3": (  # longer than the 150 tokens, so that the short factors count
         Phi3ForCausalLM,
