@@ -14,8 +14,9 @@ A call inside a thought (`<think>...</think>`) is text, because the model only c
 thought begins with its mark at the start of a line, or in the prompt. One that is not closed lasts
 until the end of the answer.
 
-Some models of a family write the object without its marks, or in a fenced block (Qwen2.5-Coder). An
-answer that is nothing else but thoughts, with the names of offered tools, is calls as well.
+Some models of a family write objects, or a list of them, without marks or in a fenced block
+(Qwen2.5-Coder). An answer that is nothing else but thoughts, with the names of offered tools, is
+calls as well.
 """
 
 import json
@@ -314,8 +315,11 @@ class ToolCallParser:
 _TAIL = re.compile(r"^[\s,;\]]+")  # of a guaranteed call, before its closing mark
 
 
-# Start of an answer that may be calls alone: a JSON object, also in a fenced block.
-_UNMARKED = re.compile(r"\s*(?:`{0,3}|```(?:j|js|jso|json)?\s*(?:\{.*)?|\{.*)", re.DOTALL)
+# Start of an answer that may be calls alone: JSON objects or a list, also in a fenced block.
+_OBJECTS = r"(?:\[\s*)?\{.*|\[\s*"
+_UNMARKED = re.compile(
+    rf"\s*(?:`{{0,3}}|```(?:j|js|jso|json)?\s*(?:{_OBJECTS})?|{_OBJECTS})", re.DOTALL
+)
 _FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 
 

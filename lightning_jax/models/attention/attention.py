@@ -87,7 +87,7 @@ def attend_tree(
 ) -> Float[Array, "B T H D"]:
     """Return attention within a row: node i sees node j iff `j <= i < ends[j]`.
 
-    Without `ends` attention is causal. With a window, node j must not be too far above node i.
+    Without `ends` attention is causal. With a window, node i sees the last nodes of its path only.
     """
     length = queries.shape[1]
     ends = jnp.full(queries.shape[:2], ENDLESS) if ends is None else ends

@@ -26,6 +26,8 @@ from lightning_jax.models.families.table import FAMILIES, find_family, refuse_ex
 from lightning_jax.models.formats.gguf_file import WHERE, Contents, lacks
 from lightning_jax.models.formats.param_names import (
     NamedParam,
+    Put,
+    keep,
     named_params,
     refuse_extra,
     unflatten,
@@ -233,8 +235,11 @@ def _refuse_other_kinds(file: Contents, name: str) -> None:
     refuse_experts(WHERE, name, experts)
 
 
-def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
-    """Read the weights, dequantised. Raises ModelError if one is missing or has the wrong shape."""
+def read_params(file: Contents, shape: DecoderShape, dtype: Any, put: Put = keep) -> Params:
+    """Read the weights, dequantised, each of which `put` gets as soon as it is read.
+
+    Raises ModelError if one is missing or has the wrong shape.
+    """
     tensors = {tensor.name: tensor for tensor in file.tensors}
     if shape.tie_embeddings and (copies := repeated_embedding(tensors)):
         tensors[_EMBEDDING] = tensors[copies[0]]
@@ -246,7 +251,7 @@ def read_params(file: Contents, shape: DecoderShape, dtype: Any) -> Params:
         if param.from_gguf is not None:
             rows = param.from_gguf(rows)
         with jax.default_device(device):
-            return param.from_rows(rows, dtype)
+            return put(param.path, param.from_rows(rows, dtype))
 
     device = jax.config.jax_default_device  # of this thread  # pyright: ignore
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy releases the interpreter lock

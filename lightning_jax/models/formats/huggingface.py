@@ -34,8 +34,11 @@ from lightning_jax.models.formats.advice import (
 )
 from lightning_jax.models.formats.param_names import (
     NamedParam,
+    ParamPath,
     Place,
+    Put,
     flatten,
+    keep,
     named_params,
     refuse_extra,
     unflatten,
@@ -235,8 +238,8 @@ class ConfigFields(Fields):
                 )
 
 
-def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
-    """Read the weights of all safetensors files.
+def read_params(directory: Path, shape: DecoderShape, dtype: Any, put: Put = keep) -> Params:
+    """Read the weights of all safetensors files, each of which `put` gets as soon as it is whole.
 
     Raises ModelError if a weight is missing or has the wrong shape or type, or if the layers have
     others. All of this is checked before any is read.
@@ -248,16 +251,21 @@ def read_params(directory: Path, shape: DecoderShape, dtype: Any) -> Params:
         for place, expert in _places_in(weights, param):
             by_file.setdefault(place.name, []).append((param, place, expert))
     _check(directory, weights, by_file)
-    leaves, experts = {}, {}
+    leaves: dict[ParamPath, jax.Array] = {}
+    experts: dict[ParamPath, dict[int, np.ndarray]] = {}  # of stacks that lack some of them
     for name, array in weights.read(by_file):
         for param, place, expert in by_file[name]:
             rows = param.cut(place, array, is_expert=expert is not None)
             if expert is None:
-                leaves[param.path] = param.from_rows(rows, dtype)
+                leaves[param.path] = put(param.path, param.from_rows(rows, dtype))
                 continue
-            whole = experts.setdefault(param.path, np.empty(param.shape, jnp.dtype(dtype)))
-            whole[expert] = param.rows(rows)
-    return unflatten(leaves | {path: jnp.asarray(whole) for path, whole in experts.items()})
+            parts = experts.setdefault(param.path, {})
+            parts[expert] = param.rows(rows).astype(jnp.dtype(dtype), copy=False)
+            if len(parts) == param.shape[0]:
+                whole = np.stack([parts[i] for i in range(len(parts))])
+                leaves[param.path] = put(param.path, jnp.asarray(whole))
+                del experts[param.path]
+    return unflatten(leaves)
 
 
 def _places_in(weights: Weights, param: NamedParam) -> Iterator[tuple[Place, int | None]]:

@@ -9,13 +9,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 from lightning_jax.models import chat_template as templates
 from lightning_jax.models.config import ModelConfig
@@ -23,6 +24,7 @@ from lightning_jax.models.families.table import FAMILIES, SHAPES
 from lightning_jax.models.formats import gguf, gguf_vocab, huggingface
 from lightning_jax.models.formats.find import find_model, tiny_shape, tiny_tokenizer
 from lightning_jax.models.formats.gguf_file import open_file
+from lightning_jax.models.formats.param_names import ParamPath, Put, flatten, keep, unflatten
 from lightning_jax.models.model_files import TINY, ModelError, read_chat_template
 from lightning_jax.models.shape import DecoderConfig, DecoderShape, Execution
 from lightning_jax.models.tokenizer import Tokenizer, from_hf
@@ -41,6 +43,81 @@ class LoadedModel:
     tokenizer: Tokenizer
 
 
+@dataclass(frozen=True)
+class ModelReader:
+    """Files of a model, of which all but the weights is read. `params` reads them, when called."""
+
+    name: str
+    config: DecoderConfig
+    tokenizer: Tokenizer
+    params: Callable[[Put], Params]
+    path: Path | None = None
+
+    def load(self, shardings: Params | None = None) -> LoadedModel:
+        """Read the weights into host memory, because one device may be too small for them.
+
+        With a tree of shardings on devices of this process, each weight goes to its shards as soon
+        as it is read, so that the host never holds the whole model.
+        """
+        started = time.monotonic()
+        with _on_host():
+            put = keep if shardings is None else _to_shards(flatten(shardings))
+            params = jax.block_until_ready(self.params(put))
+        if self.path is not None:
+            seconds = time.monotonic() - started
+            logger.info("loaded %s from %s in %.1f s", self.name, self.path, seconds)
+        return LoadedModel(self.name, self.config, params, self.tokenizer)
+
+
+def _to_shards(shardings: Mapping[ParamPath, Sharding]) -> Put:
+    def put(path: ParamPath, leaf: jax.Array) -> jax.Array:
+        # Waits, so that weights do not collect on the host while they travel.
+        return jax.block_until_ready(jax.device_put(leaf, shardings[path]))
+
+    return put
+
+
+def open_model(
+    name: str,
+    dtype: str = "float32",
+    activation_dtype: str | None = None,
+    *,
+    chat_template: str | Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tool_format: str | None = None,
+) -> ModelReader:
+    """Open the named model, whose weights are read in `dtype`.
+
+    `activation_dtype` is set in the model's config. `chat_template` is a file to use instead of
+    the model's own template, and `chat_template_kwargs` has values for the template's variables.
+    `tool_format` names the format of its tool calls, by default that of its family or template.
+    Raises ModelError, whose one sentence says what to do.
+    """
+    execution = Execution(activation_dtype=activation_dtype)
+    with_chat = partial(_with_chat, file=chat_template, kwargs=chat_template_kwargs or {})
+    if name == TINY:
+        config = DecoderConfig(tiny_shape(), execution)
+        vocabulary = with_chat(tiny_tokenizer(), tool_format=tool_format)
+        return ModelReader(name, config, vocabulary, partial(_random_params, config, dtype))
+    path = find_model(name)
+    if path.is_dir():
+        shape, vocabulary = huggingface.untie(path, huggingface.read_shape(path)), from_hf(path)
+        read_params = partial(huggingface.read_params, path, shape, dtype)
+    else:
+        file = open_file(path)
+        shape, vocabulary = gguf.read_shape(file), gguf_vocab.read_tokenizer(file)
+        read_params = partial(gguf.read_params, file, shape, dtype)
+    tool_format = tool_format or FAMILIES[shape.family].tool_format
+    vocabulary = with_chat(vocabulary, tool_format=tool_format)
+    check_vocabulary(vocabulary, shape.vocab_size, path)
+    return ModelReader(name, DecoderConfig(shape, execution), vocabulary, read_params, path)
+
+
+def _random_params(config: DecoderConfig, dtype: str, put: Put) -> Params:
+    leaves = flatten(init_params(config, jax.random.key(0), dtype))
+    return unflatten({path: put(path, leaf) for path, leaf in leaves.items()})
+
+
 def load_model(
     name: str,
     dtype: str = "float32",
@@ -50,37 +127,16 @@ def load_model(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tool_format: str | None = None,
 ) -> LoadedModel:
-    """Load the named model in `dtype` into host memory, because one device may be too small.
-
-    `activation_dtype` is set in the model's config. `chat_template` is a file to use instead of
-    the model's own template, and `chat_template_kwargs` has values for the template's variables.
-    `tool_format` names the format of its tool calls, by default that of its family or template.
-    Raises ModelError, whose one sentence says what to do.
-    """
-    started = time.monotonic()
-    execution = Execution(activation_dtype=activation_dtype)
-    with_chat = partial(_with_chat, file=chat_template, kwargs=chat_template_kwargs or {})
-    if name == TINY:
-        config = DecoderConfig(tiny_shape(), execution)
-        params = init_params(config, jax.random.key(0), dtype)
-        return LoadedModel(
-            name, config, params, with_chat(tiny_tokenizer(), tool_format=tool_format)
-        )
-    path = find_model(name)
-    if path.is_dir():
-        shape, vocabulary = huggingface.untie(path, huggingface.read_shape(path)), from_hf(path)
-        read_params = partial(huggingface.read_params, path)
-    else:
-        file = open_file(path)
-        shape, vocabulary = gguf.read_shape(file), gguf_vocab.read_tokenizer(file)
-        read_params = partial(gguf.read_params, file)
-    tool_format = tool_format or FAMILIES[shape.family].tool_format
-    vocabulary = with_chat(vocabulary, tool_format=tool_format)
-    check_vocabulary(vocabulary, shape.vocab_size, path)
-    with _on_host():
-        params = jax.block_until_ready(read_params(shape, dtype))
-    logger.info("loaded %s from %s in %.1f s", name, path, time.monotonic() - started)
-    return LoadedModel(name, DecoderConfig(shape, execution), params, vocabulary)
+    """Load the named model into host memory. See `open_model`."""
+    model = open_model(
+        name,
+        dtype,
+        activation_dtype,
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
+        tool_format=tool_format,
+    )
+    return model.load()
 
 
 def check_vocabulary(vocabulary: Tokenizer, num_rows: int, path: Path) -> None:
@@ -104,12 +160,12 @@ def check_vocabulary(vocabulary: Tokenizer, num_rows: int, path: Path) -> None:
         )
 
 
-def load_configured(settings: ModelConfig) -> LoadedModel:
-    """Load the model that the settings name, in their dtypes and with their chat template.
+def open_configured(settings: ModelConfig) -> ModelReader:
+    """Open the model that the settings name, with their dtypes and chat template.
 
-    Adapters are not added. See `load_model`.
+    Adapters are not added. See `open_model`.
     """
-    model = load_model(
+    model = open_model(
         settings.name,
         settings.dtype,
         settings.activation_dtype,
@@ -119,6 +175,11 @@ def load_configured(settings: ModelConfig) -> LoadedModel:
     )
     config = model.config.with_execution(trains_router=settings.train_router)
     return replace(model, config=config)
+
+
+def load_configured(settings: ModelConfig) -> LoadedModel:
+    """Load the model that the settings name into host memory. See `open_configured`."""
+    return open_configured(settings).load()
 
 
 def _with_chat(

@@ -16,6 +16,8 @@ from lightning_jax.models.transformer import LAYER, Params, param_shapes
 from lightning_jax.system.text import in_one_line
 
 ParamPath = tuple[str, ...]
+# Puts a weight, which is on the host, where it is used: put(path, leaf).
+Put = Callable[[ParamPath, jax.Array], jax.Array]
 
 
 class Place(NamedTuple):
@@ -152,6 +154,11 @@ def _places(
 def _block_of(shape: DecoderShape, path: ParamPath) -> Block | None:
     is_inside = path[0].startswith(LAYER)
     return shape.blocks[int(path[0].removeprefix(LAYER))] if is_inside else None
+
+
+def keep(path: ParamPath, leaf: jax.Array) -> jax.Array:
+    """Leave a weight on the host. See `Put`."""
+    return leaf
 
 
 def flatten(params: Params) -> dict[ParamPath, Any]:

@@ -16,10 +16,12 @@ from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http.server import local_url
 from lightning_jax.gateway.sessions.open_rollouts import ReadActivity
 from lightning_jax.models.config import AUTO
-from lightning_jax.models.formats.load import LoadedModel, load_configured, load_shape
+from lightning_jax.models.formats.load import LoadedModel, ModelReader, open_configured
 from lightning_jax.models.lora import adapted, adapted_shape
+from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.sharding import param_shardings
 from lightning_jax.rl.choices import load_choices
 from lightning_jax.rollouts.agents.event_loop import isolate_agent
 from lightning_jax.rollouts.agents.functions import Agent, AgentFunction
@@ -272,32 +274,52 @@ def with_dtypes(config: Config) -> Config:
 
 
 def load_trainable(config: Config) -> LoadedModel:
-    """Load the model, with all trained weights in float32.
+    """Load the model into host memory, with all trained weights in float32."""
+    return _adapted(config, _open_trainable(config).load())
+
+
+def _open_trainable(config: Config) -> ModelReader:
+    """Open the model, with all trained weights in float32.
 
     If rounded to bfloat16 first, a weight would have to move by half the grid spacing before any
     computation changed.
     """
-    lora, number = config.model.lora, config.policy_table.num_adapters
-    if lora.rank:  # before the weights are read
-        adapted_shape(DecoderConfig(load_shape(config.model.name)), lora, number)
+    lora = config.model.lora
     dtype = config.model.dtype if lora.rank else "float32"
-    model = load_configured(replace(config.model, dtype=dtype))
-    return adapted(model, lora, config.seed, number)
+    opened = open_configured(replace(config.model, dtype=dtype))
+    _with_adapters(config, opened.config)  # before the weights are read
+    return opened
+
+
+def _with_adapters(config: Config, model: DecoderConfig) -> DecoderConfig:
+    return adapted_shape(model, config.model.lora, config.policy_table.num_adapters)
+
+
+def _adapted(config: Config, model: LoadedModel) -> LoadedModel:
+    number = config.policy_table.num_adapters
+    return adapted(model, config.model.lora, config.seed, number)
 
 
 def _model_that_fits(config: Config) -> tuple[LoadedModel, Config]:
     """Load the model, and set what updates recompute, for all processes.
 
-    Raises ConfigError if the run would not fit in a device's memory.
+    A process that is alone reads each weight straight to its place on the trainer's devices.
+    Engines of the first of several take some weights without the others, so there all are on the
+    host first.
+
+    Raises ConfigError if the run would not fit in a device's memory, before weights are read.
     """
-    model = load_trainable(config)
+    opened = _open_trainable(config)
     capacity, limit = plan.device_capacity(), plan.process_limit()
-    planned = plan.make_plan(model.config, config, capacity, limit=limit)
+    planned = plan.make_plan(_with_adapters(config, opened.config), config, capacity, limit=limit)
     log.info("%s", plan.one_line(planned))
     if config.policies:  # shows a misspelled name, which makes one more policy
         words = (f"{k}" + " (frozen)" * (not v.trains) for k, v in config.policies.items())
         log.info("policies: %s", ", ".join(words))
     plan.check_plan(planned)
+    is_alone = jax.process_count() == 1
+    shardings = param_shardings(opened.config, make_mesh(config.mesh)) if is_alone else None
+    model = _adapted(config, opened.load(shardings))
     return model, plan.with_remat(config, agree_on_remat(planned.remat))
 
 

@@ -256,6 +256,8 @@ CODER = [  # as Qwen2.5-Coder-0.5B-Instruct writes a call, without the marks of 
     '\n{"name": "f", "arguments": {"a": 1}}\n',
     '```json\n{"name": "f", "arguments": {"a": 1}}\n```',
     '```\n{"name": "f", "arguments": {"a": 1}}\n```\n',
+    '[\n  {\n    "name": "f",\n    "arguments": {"a": 1}\n  }\n]',
+    '```json\n[{"name": "f", "arguments": {"a": 1}}]\n```',
 ]
 
 
@@ -281,6 +283,11 @@ def test_calls_without_marks_are_calls_of_offered_tools(
         '{"a": {"name": "f"}}',
         "```python\nf(a=1)\n```",
         '```json\n{"rows": [1, 2]}\n```',
+        '[{"name": "f", "arguments": {}}, 2]',
+        '[{"name": "f", "arguments": {}}',
+        "[1, 2]",
+        "[]",
+        "[ ",
         "``",
         "{",
         "",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import weakref
 from pathlib import Path
 
 import gguf
@@ -15,14 +16,23 @@ from coded import raises_coded
 from gguf_models import REAL, TEXT, TINY, assert_equal, variant, write_gguf
 
 from lightning_jax.models.chat_template import render_template
+from lightning_jax.models.config import MeshConfig
 from lightning_jax.models.families.table import FAMILIES
 from lightning_jax.models.formats import find
 from lightning_jax.models.formats.find import find_model, load_tokenizer
 from lightning_jax.models.formats.gguf_file import open_file
-from lightning_jax.models.formats.load import load_like, load_model, load_shape, save_hf
+from lightning_jax.models.formats.load import (
+    load_like,
+    load_model,
+    load_shape,
+    open_model,
+    save_hf,
+)
 from lightning_jax.models.formats.param_names import flatten
+from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.model_files import SMOLLM2, ModelError
 from lightning_jax.models.shape import DecoderConfig, Execution, LinearScaling, Rope
+from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
 
@@ -40,6 +50,43 @@ def test_a_saved_model_loads_again(family, tmp_path):
     assert (theirs.model_type, theirs.head_dim, theirs.dtype) == (family, 6, "float32")
     assert theirs.tie_word_embeddings == model.config.shape.tie_embeddings
     assert not getattr(theirs, "use_sliding_window", False)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_weights_are_read_straight_to_their_shards(family, kind, tmp_path):
+    model = variant(family)
+    if kind == "gguf":
+        write_gguf(tmp_path / "model", model)
+    else:
+        save_hf(tmp_path / "model", model)
+    mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
+    shardings = param_shardings(model.config, mesh)
+    loaded = open_model(str(tmp_path / "model")).load(shardings)
+    assert_equal(loaded, model)
+    expected = flatten(shardings)
+    leaves = flatten(loaded.params)
+    assert all(
+        leaves[path].sharding.is_equivalent_to(expected[path], leaves[path].ndim)
+        for path in expected
+    )
+    split = sum(not leaf.sharding.is_fully_replicated for leaf in leaves.values())
+    assert split > len(leaves) / 3
+
+
+def test_the_host_holds_few_weights_while_they_are_read(tmp_path):
+    model = variant("qwen3_moe")  # whose experts are tensors of their own
+    save_hf(tmp_path / "model", model)
+    read, most = [], 0
+
+    def put(path, leaf):
+        nonlocal most
+        read.append(weakref.ref(leaf))
+        most = max(most, sum(one() is not None for one in read))
+        return jnp.zeros(0)
+
+    open_model(str(tmp_path / "model")).params(put)
+    assert most <= 3 < len(read) == len(flatten(model.params))
 
 
 def test_a_family_names_the_format_of_its_tool_calls_unless_the_settings_do(tmp_path):
