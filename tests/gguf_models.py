@@ -16,9 +16,11 @@ from lightning_jax.models.families.table import FAMILIES
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, named_params, unflatten
 from lightning_jax.models.shape import (
+    Attention,
     DecoderConfig,
     DecoderShape,
     Experts,
+    LinearScaling,
     LongRope,
     Rope,
     RopeScaling,
@@ -55,14 +57,20 @@ class SmallFields(Fields):
     def where(self) -> object:
         return "a small model"
 
+    def with_defaults(self, **values: Any) -> Fields:
+        return self
+
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         is_tied = self.family != "qwen3"
-        num_layers = 4 if self.family == "smollm3" else 2
+        num_layers = {"smollm3": 4, "gemma3_text": 7}.get(self.family, 2)  # a period, or more
         embed_dim = 24 if self.family == "phi3" else 16  # whose heads are all of it
         return Sizes(self.family, 259, embed_dim, 24, num_layers, 4, 2, 6, 1e-5, is_tied, 2048)
 
     def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         return Rope(500000.0, SCALING if self.family == "llama" else None)
+
+    def window_ropes(self, head_dim: int, theta: float, window_theta: float) -> tuple[Rope, Rope]:
+        return Rope(theta, LinearScaling(8.0)), Rope(window_theta)
 
     def long_rope(self, head_dim: int) -> Rope:
         growth = long_growth(2048, 8192)
@@ -76,7 +84,8 @@ class SmallFields(Fields):
         return value
 
     def size(self, config: str, gguf: str, most: int) -> int:
-        return {"expert_count": 5, "expert_used_count": 2}.get(gguf, 12)
+        sizes = {"expert_count": 5, "expert_used_count": 2, "attention.sliding_window": 5}
+        return sizes.get(gguf, 12)
 
     def has(self, config: str) -> bool:
         return False
@@ -91,7 +100,7 @@ def variant(family: str) -> LoadedModel:
     """Return a model with all that its family has, whose weights are all random."""
     config = DecoderConfig(FAMILIES[family].read(SmallFields(family)))
     params = init_params(config, jax.random.key(1))
-    noisy = {path: leaf + 0.1 for path, leaf in flatten(params).items()}
+    noisy = {path: leaf + 0.125 for path, leaf in flatten(params).items()}
     return dataclasses.replace(TINY, config=config, params=unflatten(noisy))
 
 
@@ -114,7 +123,9 @@ def _tensors(model: LoadedModel) -> dict[str, np.ndarray]:
     mixer, parts = shape.blocks[0].mixer, {}
     for param in named_params(shape):
         rows = param.rows(np.asarray(flat[param.path]))
-        if param.from_gguf is not None:
+        if param.from_gguf is not None and "norm" in param.path[-2]:
+            rows = rows + 1
+        elif param.from_gguf is not None:
             rows = _permute(rows, mixer.heads if param.path[1] == "q" else mixer.kv_heads)
         parts.setdefault(param.gguf.name, {})[param.gguf.start] = np.ascontiguousarray(rows)
     return {
@@ -125,7 +136,7 @@ def _tensors(model: LoadedModel) -> dict[str, np.ndarray]:
 
 def _own_values(family: str, shape: DecoderShape) -> dict[str, tuple[Any, Any]]:
     """Return the fields that only models of some families have."""
-    mixer, mlp, values = shape.blocks[0].mixer, shape.blocks[0].mlp, {}
+    mixer, mlp, values = whole_mixer(shape), shape.blocks[0].mlp, {}
     if family == "granite":
         values |= {f"{family}.{name}": (value, REAL) for name, value in FACTORS.values()}
     if mixer.rope is not None and isinstance(scaling := mixer.rope.scaling, LongRope):
@@ -135,6 +146,13 @@ def _own_values(family: str, shape: DecoderShape) -> dict[str, tuple[Any, Any]]:
             f"{family}.rope.scaling.original_context_length": (shape.max_positions, NUMBER),
             f"{family}.rope.scaling.attn_factor": (scaling.attention_factor, REAL),
         }
+    if mixer.rope is not None and isinstance(scaling := mixer.rope.scaling, LinearScaling):
+        values |= {
+            f"{family}.rope.scaling.type": ("linear", TEXT),
+            f"{family}.rope.scaling.factor": (scaling.factor, REAL),
+        }
+    if (window := shape.blocks[0].mixer.window) is not None:
+        values |= {f"{family}.attention.sliding_window": (window, NUMBER)}
     if isinstance(mlp, Experts):
         values |= {
             f"{family}.expert_count": (mlp.number, NUMBER),
@@ -142,6 +160,11 @@ def _own_values(family: str, shape: DecoderShape) -> dict[str, tuple[Any, Any]]:
             f"{family}.expert_feed_forward_length": (mlp.size, NUMBER),
         }
     return values
+
+
+def whole_mixer(shape: DecoderShape) -> Attention:
+    """Return the mixer of the first layer that sees all tokens."""
+    return next(block.mixer for block in shape.blocks if block.mixer.window is None)
 
 
 def write_gguf(
@@ -162,7 +185,7 @@ def write_gguf(
     """
     shape = model.config.shape
     family = architecture or FAMILIES[shape.family].gguf or shape.family
-    mixer, mlp = shape.blocks[0].mixer, shape.blocks[0].mlp
+    mixer, mlp = whole_mixer(shape), shape.blocks[0].mlp
     assert mixer.rope is not None
     vocabulary = model.tokenizer.vocabulary
     values: dict[str, tuple[Any, ...]] = {
@@ -196,7 +219,7 @@ def write_gguf(
     if isinstance(scaling, LongRope):
         more["rope_factors_short.weight"] = np.asarray(scaling.short_factors, np.float32)
         more["rope_factors_long.weight"] = np.asarray(scaling.long_factors, np.float32)
-    elif scaling:
+    elif isinstance(scaling, RopeScaling):
         usual = rope_frequencies(mixer.head_dim, mixer.rope.theta, None)
         stretched = rope_frequencies(mixer.head_dim, mixer.rope.theta, scaling)
         more["rope_freqs.weight"] = np.asarray(usual / stretched)

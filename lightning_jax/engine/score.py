@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from lightning_jax.engine.sampling import Likeliest, likeliest
 from lightning_jax.engine.types import PromptScores
-from lightning_jax.models.shape import DecoderConfig
+from lightning_jax.models.shape import DecoderConfig, chunk_for
 from lightning_jax.models.transformer import forward, unembed
 
 ROWS = 64  # positions whose logits are in memory at once
@@ -62,4 +62,5 @@ def _score(
         logprob = logits[0, following] - jax.nn.logsumexp(logits[0])
         return logprob, jax.tree.map(lambda leaf: leaf[0], likeliest(logits))
 
-    return jax.lax.map(row, (hidden[0], jnp.roll(tokens, -1)), batch_size=ROWS)
+    rows = chunk_for(config.shape.vocab_size, ROWS)
+    return jax.lax.map(row, (hidden[0], jnp.roll(tokens, -1)), batch_size=rows)

@@ -110,8 +110,9 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dtyp
     """Return the activation bytes of one token.
 
     A layer keeps its input, two normed inputs, queries, keys, values, the attention output and
-    three arrays of the MLP. With `remat` only one layer at a time does so. The others keep their
-    input and what `transformer.KEPT` names, of which the log-sums are float32.
+    three arrays of the MLP. With norms around, it also keeps two results that are normed. With
+    `remat` only one layer at a time does so. The others keep their input and what
+    `transformer.KEPT` names, of which the log-sums are float32.
     """
     shape, size = model.shape, jnp.dtype(dtype).itemsize
 
@@ -121,7 +122,8 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dtyp
 
     def layer(block: Block) -> int:
         widths = activations_of(block, shape.embed_dim).values()
-        return 4 * shape.embed_dim + sum(numbers(w) for w in widths if not w.is_statistic)
+        around = 6 if block.norms == "around" else 4
+        return around * shape.embed_dim + sum(numbers(w) for w in widths if not w.is_statistic)
 
     def kept(block: Block) -> int:
         widths = ((name, width) for name, width in activations_of(block, shape.embed_dim).items())

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from lightning_jax.errors import InvalidValue
 from lightning_jax.models.config import LoraConfig
 
+USUAL_VOCABULARY = 49152  # tokens, as SmolLM2's
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -20,6 +22,13 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Division of every rotary frequency by a factor, as if positions were closer together."""
+
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Rope:
     """Rotary positions of a layer's queries and keys."""
 
     theta: float = 10000.0
-    scaling: RopeScaling | LongRope | None = None
+    scaling: RopeScaling | LinearScaling | LongRope | None = None
     size: int | None = None  # first elements of each head, which are rotated; None: all
 
 
@@ -81,6 +90,7 @@ class Dense:
     """MLP of a block: two products of `size` features, one gated by the other."""
 
     size: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate; the second is an approximation
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,8 @@ class Block:
 
     mixer: Attention
     mlp: Dense | Experts
-    norms: Literal["before", "after"] = "before"  # of the mixer and the MLP, or of their results
+    # Of the inputs of the mixer and the MLP, of their results, or of both.
+    norms: Literal["before", "after", "around"] = "before"
     residual_scale: float = 1.0  # of the results that are added to the layer's input
 
 
@@ -116,6 +127,14 @@ class Norm:
 
     eps: float = 1e-5
     is_wide: bool = False  # the scale multiplies in float32, before the result is rounded
+    # Added to the stored scale in float32, where bfloat16 would round most of a small scale away.
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.offset and not self.is_wide:
+            raise InvalidValue.mismatch(
+                "offset", f"offset={self.offset:g} of norms needs is_wide=True"
+            )
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,7 @@ class DecoderShape:
     embed_dim: int
     blocks: tuple[Block, ...]
     norm: Norm = Norm()
-    embed_scale: float = 1.0  # of the embeddings, not of tied output weights
+    embed_scale: float = 1.0  # of the embeddings, in their dtype, not of tied output weights
     logit_divisor: float = 1.0
     tie_embeddings: bool = True
     max_positions: int = 2048
@@ -196,3 +215,18 @@ class DecoderConfig:
     def with_execution(self, **changes: Any) -> "DecoderConfig":
         """Return the config with some fields of the execution changed."""
         return replace(self, execution=replace(self.execution, **changes))
+
+
+def chunk_for(vocab_size: int, chunk: int) -> int:
+    """Return the number of tokens whose logits are in memory at once.
+
+    It is the chunk of a vocabulary of up to 49,152 tokens. For a larger one it is a divisor of
+    that, so that the logits take about as much memory.
+    """
+    return nearest_divisor(chunk, chunk * min(1.0, USUAL_VOCABULARY / vocab_size))
+
+
+def nearest_divisor(number: int, size: float) -> int:
+    """Return the divisor whose ratio to `size` is nearest to 1."""
+    divisors = (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+    return min(divisors, key=lambda divisor: abs(math.log(divisor / size)))

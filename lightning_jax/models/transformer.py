@@ -182,8 +182,9 @@ def _forward_recomputing(
 
 def _embed(params: Params, config: DecoderConfig, tokens: Int[Array, "B T"]) -> Hidden:
     x = _look_up(jnp.asarray(params["embed"]["embedding"]), tokens)
+    scale = jnp.asarray(config.shape.embed_scale, x.dtype)
     x = x.astype(config.execution.activation_dtype or x.dtype)
-    return x if config.shape.embed_scale == 1.0 else x * config.shape.embed_scale
+    return x if config.shape.embed_scale == 1.0 else x * scale.astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -209,7 +210,10 @@ _look_up.defvjp(_look_up_forward, _look_up_backward)
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def init_params(config: DecoderConfig, key: Any, dtype: Any = jnp.float32) -> Params:
-    """Return random parameters: normal with standard deviation 0.02, norms 1, biases 0."""
+    """Return random parameters: normal with standard deviation 0.02, norms 1, biases 0.
+
+    A norm's scale is what must be added to its offset.
+    """
     shape, execution = config.shape, config.execution
     x, index = jnp.zeros((1, 1, shape.embed_dim)), jnp.zeros((1, 1), jnp.int32)
     chosen = None if execution.num_adapters is None else jnp.zeros(1, jnp.int32)

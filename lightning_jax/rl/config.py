@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from lightning_jax.models.shape import chunk_for, nearest_divisor
 from lightning_jax.settings.loading import ModelServer
 from lightning_jax.settings.schema import (
     DERIVED,
@@ -309,13 +310,14 @@ class BatchConfig(Section):
     max_targets: Size = DERIVED
     """Sampled tokens per row; equal tokens of siblings count separately. None: row_len, or 1024 if
     that is more, rounded up to a multiple of head_chunk."""
-    head_chunk: Size = DERIVED
+    head_chunk: Count | None = None
     """Targets whose logits are in memory at once; divides max_targets. None: the divisor that is
-    nearest to 256."""
+    nearest to 256. Of a vocabulary of V > 49,152 tokens it is nearest to 256 * 49,152 / V, so that
+    the logits take as much memory."""
 
     def rules(self) -> Iterator[Rule]:
-        has_both = None not in (self.max_targets, self.head_chunk)
-        divides = not has_both or self.max_targets % self.head_chunk == 0
+        targets, chunk = self.max_targets, self.head_chunk
+        divides = targets is None or chunk is None or targets % chunk == 0
         yield "head_chunk", divides, f"expected a divisor of max_targets={self.max_targets}"
 
     def with_sizes(self, max_len: int) -> "BatchConfig":
@@ -323,11 +325,19 @@ class BatchConfig(Section):
         row_len = self.row_len or max(ROW_LEN, max_len)
         chunk = self.head_chunk or HEAD_CHUNK
         targets = self.max_targets or math.ceil(max(MAX_TARGETS, row_len) / chunk) * chunk
-        divisors = (size for size in range(1, targets + 1) if targets % size == 0)
-        nearest = min(divisors, key=lambda size: abs(math.log(size / HEAD_CHUNK)))
-        return replace(
-            self, row_len=row_len, max_targets=targets, head_chunk=self.head_chunk or nearest
-        )
+        return replace(self, row_len=row_len, max_targets=targets)
+
+    @property
+    def largest_chunk(self) -> int:
+        """Return `head_chunk`, by default that of a vocabulary of up to 49,152 tokens."""
+        return self.head_chunk or nearest_divisor(self.max_targets, float(HEAD_CHUNK))
+
+    def chunk_of(self, vocab_size: int) -> int:
+        """Return the number of targets whose logits are in memory at once.
+
+        It divides `largest_chunk`, so that logits of a large vocabulary take as much memory.
+        """
+        return self.head_chunk or chunk_for(vocab_size, self.largest_chunk)
 
 
 @section

@@ -178,7 +178,7 @@ def make_scorer(
     """
     forward = ForwardPass(
         model,
-        head_chunk=batch.head_chunk,
+        head_chunk=batch.chunk_of(model.shape.vocab_size),
         remat="none",
         compute_dtype=jnp.dtype(dtype),
         entropy_gradient=False,

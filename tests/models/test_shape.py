@@ -6,7 +6,7 @@ import pytest
 from coded import raises_coded
 
 from lightning_jax.errors import InvalidValue
-from lightning_jax.models.shape import Attention, Block, DecoderShape, Dense, Rope
+from lightning_jax.models.shape import Attention, Block, DecoderShape, Dense, Norm, Rope
 
 LOCAL, GLOBAL = (Block(Attention(4, 2, 8, rope), Dense(16)) for rope in (Rope(), None))
 
@@ -54,3 +54,8 @@ def test_equal_shapes_are_one_argument_of_a_program() -> None:
     )
     assert (one, hash(one)) == (same, hash(same))
     assert one != other
+
+
+def test_scales_with_an_offset_multiply_in_float32() -> None:
+    with raises_coded(InvalidValue, "mismatch", "offset"):
+        Norm(offset=1.0)

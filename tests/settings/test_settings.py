@@ -322,12 +322,11 @@ def test_sizes_follow_from_others(
 ) -> None:
     config, derived = load_with_derived(Config, settings.split())
     batch = config.batch
-    assert (batch.row_len, batch.max_targets, batch.head_chunk) == sizes
+    assert (batch.row_len, batch.max_targets, batch.largest_chunk) == sizes
     assert config.serve.prefill_buckets == buckets
     assert config.serve.max_len <= batch.row_len
     given = {setting.partition("=")[0] for setting in settings.split()}
-    names = ("batch.row_len", "batch.max_targets", "batch.head_chunk", "serve.prefill_buckets")
-    names += ("serve.max_len",)
+    names = ("batch.row_len", "batch.max_targets", "serve.prefill_buckets", "serve.max_len")
     assert derived.keys() == {*names} - given
     save_config(config, tmp_path / "config.yaml")
     assert OmegaConf.load(tmp_path / "config.yaml").batch.row_len == sizes[0]

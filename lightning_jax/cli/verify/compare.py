@@ -16,6 +16,7 @@ from lightning_jax.models.formats.load import load_model
 from lightning_jax.models.lora import adapted
 from lightning_jax.models.mesh import batch_sharding, make_mesh, num_row_shards
 from lightning_jax.models.policies import ALL, Policy
+from lightning_jax.models.shape import chunk_for
 from lightning_jax.models.sharding import param_shardings
 from lightning_jax.rl.batches.batch import Batch
 from lightning_jax.rl.update.logprobs import response_logprobs
@@ -40,8 +41,9 @@ def compare_all(
     model = adapted(model, config.model.lora, config.seed, policies.num_adapters)
     shardings = param_shardings(model.config, mesh)
     initial = jax.device_put(model.params, shardings)
+    chunk = chunk_for(model.config.shape.vocab_size, HEAD_CHUNK)
     measure = jax.jit(
-        partial(response_logprobs, config=model.config, remat="none", head_chunk=HEAD_CHUNK)
+        partial(response_logprobs, config=model.config, remat="none", head_chunk=chunk)
     )
     by_weights: defaultdict[tuple[int, Policy], list[StoredCall]] = defaultdict(list)
     for call in calls:

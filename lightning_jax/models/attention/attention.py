@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lightning_jax.models.attention import blockwise, flash, flash_gpu, flash_tokamax, flash_tpu
 from lightning_jax.models.attention.blockwise import ENDLESS, MASKED, Window
 from lightning_jax.models.mesh import partition
-from lightning_jax.models.shape import LongRope, RopeScaling
+from lightning_jax.models.shape import LinearScaling, LongRope, RopeScaling
 
 # Cosine and sine of every angle, in float32.
 RopeTables = tuple[Float[Array, "B T 1 F"], Float[Array, "B T 1 F"]]
@@ -26,17 +26,20 @@ _DEFAULT_BLOCK = 1024  # on other platforms, few large products are faster than 
 
 
 def rope_frequencies(
-    size: int, theta: float, scaling: RopeScaling | LongRope | None
+    size: int, theta: float, scaling: RopeScaling | LinearScaling | LongRope | None
 ) -> Float[Array, " F"]:
     """Return the radians per position of each of the size / 2 rotated pairs.
 
-    LongRope divides each by its short factor. RopeScaling divides those with wavelengths above
-    `original_max_positions / low_freq_factor` tokens by `factor`. Wavelengths below
-    `original_max_positions / high_freq_factor` are unchanged, and those in between are blended.
+    LinearScaling divides all by one factor, LongRope each by its short factor. RopeScaling divides
+    those with wavelengths above `original_max_positions / low_freq_factor` tokens by `factor`.
+    Wavelengths below `original_max_positions / high_freq_factor` are unchanged, and those in
+    between are blended.
     """
     frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
     if isinstance(scaling, LongRope):
         return frequencies / jnp.asarray(scaling.short_factors, jnp.float32)
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)

@@ -1,7 +1,9 @@
-"""MLP of three dense products, silu(x G) * (x U) D.
+"""MLP of three dense products, a(x G) * (x U) D, where a is the activation.
 
 Parameters: gate, up /kernel [E, M]   down/kernel [M, E]
 """
+
+from functools import partial
 
 import flax.linen as nn
 
@@ -15,12 +17,13 @@ AXES: dict[tuple[str, str], Axes] = {
     ("up", "kernel"): ("embed", "mlp"),
     ("down", "kernel"): ("mlp", "embed"),
 }
+_ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": partial(nn.gelu, approximate=True)}
 
 
 def apply(spec: Dense, parts: Parts, x: Hidden) -> Hidden:
     """Return the MLP of each token."""
     gate, up = (parts.kept_linear(name, x, spec.size) for name in ("gate", "up"))
-    return parts.linear("down", nn.silu(gate) * up, x.shape[-1])
+    return parts.linear("down", _ACTIVATIONS[spec.activation](gate) * up, x.shape[-1])
 
 
 def units(spec: Dense) -> dict[str, int]:

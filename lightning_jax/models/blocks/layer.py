@@ -19,7 +19,8 @@ KINDS: dict[type, ModuleType] = {Attention: self_attention, Dense: dense, Expert
 class Layer(nn.Module):
     """Decoder layer that returns its output and, if given a cache, the updated cache.
 
-    Parameters: attn_norm, mlp_norm /scale [E], and those of the mixer and of the MLP.
+    Parameters: attn_norm, mlp_norm /scale [E], and those of the mixer and of the MLP. With norms
+    around, attn_norm and mlp_norm come before, and attn_post_norm, mlp_post_norm /scale [E] after.
     """
 
     block: Block
@@ -31,12 +32,12 @@ class Layer(nn.Module):
         self, x: Hidden, inputs: LayerInputs, cached: LayerCache | None
     ) -> tuple[Hidden, LayerCache | None]:
         parts = Parts(self.norm, self.execution, inputs.adapters)
-        h = self._before(parts, "attn_norm", x)
+        h = self._before(parts, "attn", x)
         h, cached = self._mix(parts, h, inputs, cached)
-        x = x + self._result(parts, "attn_norm", h)
+        x = x + self._result(parts, "attn", h)
         mlp = self.block.mlp
-        h = KINDS[type(mlp)].apply(mlp, parts, self._before(parts, "mlp_norm", x))
-        return x + self._result(parts, "mlp_norm", h), cached
+        h = KINDS[type(mlp)].apply(mlp, parts, self._before(parts, "mlp", x))
+        return x + self._result(parts, "mlp", h), cached
 
     def _mix(
         self, parts: Parts, x: Hidden, inputs: LayerInputs, cached: LayerCache | None
@@ -48,11 +49,13 @@ class Layer(nn.Module):
         return kind.over_cache(mixer, parts, x, inputs, cached)
 
     def _before(self, parts: Parts, name: str, x: Hidden) -> Hidden:
-        return parts.normed(name, x) if self.block.norms == "before" else x
+        return x if self.block.norms == "after" else parts.normed(f"{name}_norm", x)
 
     def _result(self, parts: Parts, name: str, x: Hidden) -> Hidden:
         """Return what the mixer or the MLP adds to the layer's input."""
-        x = parts.normed(name, x) if self.block.norms == "after" else x
+        if self.block.norms != "before":
+            kind = "norm" if self.block.norms == "after" else "post_norm"
+            x = parts.normed(f"{name}_{kind}", x)
         return x if self.block.residual_scale == 1.0 else x * self.block.residual_scale
 
 

@@ -50,13 +50,16 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        usual = nn.initializers.constant(1.0 - self.norm.offset)
+        scale = self.param("scale", usual, (x.shape[-1],))
         # Two axes, because XLA on a CPU takes ten times as long for sums over the last axis of 3.
         wide = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.norm.eps)
         scale = jnp.broadcast_to(scale, wide.shape)
         if self.norm.is_wide:
-            return (wide * scale.astype(jnp.float32)).astype(x.dtype).reshape(x.shape)
+            scale = scale.astype(jnp.float32)
+            scale = scale + self.norm.offset if self.norm.offset else scale
+            return (wide * scale).astype(x.dtype).reshape(x.shape)
         return (wide.astype(x.dtype) * scale).reshape(x.shape)
 
 

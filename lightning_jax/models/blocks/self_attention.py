@@ -4,6 +4,7 @@ Parameters: q/kernel [E, H*D]   k, v /kernel [E, K*D]   o/kernel [H*D, E]   q, k
 q_norm, k_norm /scale [D] (Qwen3), or [H*D] and [K*D] (OLMo 2)
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lightning_jax.models.attention import attention
@@ -79,7 +80,8 @@ def _project(spec: Attention, parts: Parts, x: Hidden, inputs: LayerInputs) -> _
     if inputs.rope is not None:
         queries, keys = (attention.rotate(part, *inputs.rope) for part in (queries, keys))
     if spec.scale is not None:  # attention itself multiplies by head_dim**-0.5
-        queries = queries * (spec.scale * spec.head_dim**0.5)
+        factor = spec.scale * spec.head_dim**0.5  # which bfloat16 would round
+        queries = (queries.astype(jnp.float32) * factor).astype(queries.dtype)
     return queries, keys, projected["v"]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_jax.models.families.family import Weight
 from lightning_jax.models.families.fields import SCALING, Fields
-from lightning_jax.models.shape import Block, DecoderShape, Dense, Rope
+from lightning_jax.models.shape import Block, DecoderShape, Dense, LinearScaling, Rope
 
 WEIGHTS = {
     "embed": Weight("model.embed_tokens", "token_embd"),
@@ -69,7 +69,9 @@ def write_dense(shape: DecoderShape) -> dict[str, Any]:
         "tie_word_embeddings": shape.tie_embeddings,
         "rope_theta": rope.theta,
     }
-    if rope.scaling is not None:
+    if isinstance(rope.scaling, LinearScaling):
+        fields["rope_scaling"] = {"rope_type": "linear", "factor": rope.scaling.factor}
+    elif rope.scaling is not None:
         scaling = zip(SCALING, dataclasses.astuple(rope.scaling), strict=True)
         fields["rope_scaling"] = {"rope_type": "llama3", **dict(scaling)}
     return fields

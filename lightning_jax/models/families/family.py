@@ -41,4 +41,6 @@ class Family:
     tool_format: str | None = None  # None: the chat template's signs tell it
     shapes: Mapping[str, DecoderShape] = field(default_factory=dict)  # by hub id
     gguf: str | None = None  # `general.architecture`, if it is not the name
+    # `model_type` of models whose text_config is of this family. Their other parts are not read.
+    wrapper: str | None = None
     has_experts: bool = False

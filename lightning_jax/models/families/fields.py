@@ -78,12 +78,23 @@ class Fields(ABC):
         """Return the file, as errors name it."""
 
     @abstractmethod
+    def with_defaults(self, **values: Any) -> "Fields":
+        """Return fields that have these values where a config.json lacks them. GGUF has them."""
+
+    @abstractmethod
     def sizes(self, *, head_dim: int | None = None) -> Sizes:
         """Return the sizes. `head_dim` is that of a file without one, by default embed / heads."""
 
     @abstractmethod
     def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         """Return the rotary positions that layers share. `theta` is that of a file without one."""
+
+    @abstractmethod
+    def window_ropes(self, head_dim: int, theta: float, window_theta: float) -> tuple[Rope, Rope]:
+        """Return the rotary positions of layers that see all tokens, and of those with a window.
+
+        The thetas are those of a file without them.
+        """
 
     @abstractmethod
     def long_rope(self, head_dim: int) -> Rope:
@@ -118,7 +129,10 @@ class Fields(ABC):
 
     @abstractmethod
     def require(self, **values: Any) -> None:
-        """Refuse a config.json with other values of these fields. GGUF has no such fields."""
+        """Refuse a config.json with other values of these fields, except null.
+
+        GGUF has no such fields.
+        """
 
 
 def checked_sizes(where: object, names: Mapping[str, str], **fields: Any) -> Sizes:

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: products in one tensor, and long contexts by LongRoPE."""
+"""Phi-3, Phi-3.5 and Phi-4: products in one tensor, long contexts by LongRoPE, and windows."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from lightning_jax.models.families.dense import WEIGHTS, write_dense
 from lightning_jax.models.families.family import Family, Weight
 from lightning_jax.models.families.fields import Fields, long_growth
-from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.shape import Attention, Block, DecoderShape, Dense, LongRope, Rope
 
 
@@ -19,13 +18,8 @@ def read(fields: Fields) -> DecoderShape:
     if isinstance(rope.scaling, LongRope):
         length = min(length, rope.scaling.original_max_positions)
     window = fields.value("sliding_window", "attention.sliding_window", int, 0)
-    if 0 < window < length:
-        raise ModelError.unsupported(
-            "sliding_window",
-            f"{fields.where} has a sliding window of {window} tokens, which is not supported; use "
-            "a model with a larger one or none, such as Phi-4-mini",
-        )
-    block = Block(sizes.attention(rope), Dense(sizes.mlp_dim))
+    mixer = sizes.attention(rope, window=window if 0 < window < length else None)
+    block = Block(mixer, Dense(sizes.mlp_dim))
     return sizes.decoder(block, max_positions=length)
 
 
@@ -37,7 +31,7 @@ def write(shape: DecoderShape) -> dict[str, Any]:
     plain = replace(mixer, rope=replace(rope, scaling=None))
     blocks = tuple(replace(block, mixer=plain) for block in shape.blocks)
     fields = write_dense(replace(shape, blocks=blocks)) | {
-        "sliding_window": None,
+        "sliding_window": mixer.window,
         "partial_rotary_factor": (rope.size or mixer.head_dim) / mixer.head_dim,
         "original_max_position_embeddings": shape.max_positions,
     }

@@ -33,8 +33,9 @@ from lightning_jax.models.formats.param_names import (
     unflatten,
 )
 from lightning_jax.models.model_files import ModelError, unusable
-from lightning_jax.models.shape import DecoderShape, Rope, RopeScaling
+from lightning_jax.models.shape import DecoderShape, LinearScaling, Rope, RopeScaling
 from lightning_jax.models.transformer import Params
+from lightning_jax.system.text import in_one_line
 
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 _FIELDS = {  # our name of a field -> its name in the file, after that of the architecture
@@ -102,17 +103,33 @@ class GgufFields(Fields):
             max_positions=file.needed(names["max_positions"], int, 2048),
         )
 
+    def with_defaults(self, **values: Any) -> "GgufFields":
+        """Return the fields, which lack none. See `Fields`."""
+        return self
+
     def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         """Return the rotary positions. See `Fields`."""
-        file, name = self.file, self.prefix
+        file, name = self.file, f"{self.prefix}.rope"
         theta = file.needed(self._names["rope_theta"], float, theta)
         theta = require_positive(WHERE, self._names["rope_theta"], theta)
         factors = self._tensors.get("rope_freqs.weight")
-        kind = file.needed(f"{name}.rope.scaling.type", str, "none") if factors is None else "none"
-        _refuse_other_scaling(
-            kind=kind, factor=file.needed(f"{name}.rope.scale_linear", float, 1.0)
-        )
-        return Rope(theta, None if factors is None else _rope_scaling(factors, head_dim, theta))
+        factor = file.needed(f"{name}.scale_linear", float, 1.0)  # of older files
+        if factors is not None:
+            kind = "none" if factor == 1.0 else "linear"
+            _refuse_other_scaling(kind, ("none",))
+            return Rope(theta, _rope_scaling(factors, head_dim, theta))
+        kind = file.needed(f"{name}.scaling.type", str, "linear")
+        _refuse_other_scaling(kind, ("none", "linear"))
+        factor = file.needed(f"{name}.scaling.factor", float, factor)
+        if kind == "none" or factor in (0.0, 1.0):  # 0: not known
+            return Rope(theta)
+        factor = require_positive(WHERE, f"{name}.scaling.factor", factor)
+        return Rope(theta, LinearScaling(_decimal(factor)))
+
+    def window_ropes(self, head_dim: int, theta: float, window_theta: float) -> tuple[Rope, Rope]:
+        """Return the two kinds of rotary positions. See `Fields`."""
+        local = self.factor(None, "rope.freq_base_swa", window_theta)  # in few files
+        return self.rope(head_dim, theta), Rope(local)
 
     def long_rope(self, head_dim: int) -> Rope:
         """Return rotary positions that may be LongRoPE's. See `Fields`."""
@@ -192,16 +209,15 @@ def repeated_embedding(tensors: Mapping[str, ReaderTensor]) -> tuple[str, str] |
     return names if one.n_bytes >= other.n_bytes else (names[1], names[0])
 
 
-def _refuse_other_scaling(*, kind: str, factor: float) -> None:
+def _refuse_other_scaling(kind: str, supported: Sequence[str]) -> None:
     """Raise ModelError for a scaling of positions that this decoder does not implement."""
-    if kind == "none" and factor == 1.0:
-        return
-    named = f"rope.scaling.type={kind}" if kind != "none" else f"rope.scale_linear={factor:g}"
-    raise ModelError.unsupported(
-        named.partition("=")[0],
-        f"the GGUF file sets {named}, which is not supported; use a model without position scaling "
-        "or with Llama 3's rope_freqs.weight",
-    )
+    if kind not in supported:
+        raise ModelError.unsupported(
+            "rope.scaling.type",
+            f"the GGUF file scales positions by rope.scaling.type={in_one_line(kind, 80)}, which "
+            "is not supported here; use a model without scaling, with linear scaling, or with "
+            "Llama 3's rope_freqs.weight",
+        )
 
 
 def _refuse_other_kinds(file: Contents, name: str) -> None:

@@ -1,6 +1,7 @@
-"""Byte-level BPE vocabulary from a GGUF file's metadata."""
+"""Vocabulary from a GGUF file's metadata: byte-level BPE, or SentencePiece's BPE."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -12,7 +13,11 @@ from lightning_jax.models.tokenizer import TOOL_TEMPLATE, Tokenizer
 from lightning_jax.system.text import in_one_line
 
 _TOKENS, _TYPES, _MERGES = (f"tokenizer.ggml.{n}" for n in ("tokens", "token_type", "merges"))
-_CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that are never split
+_SCORES = "tokenizer.ggml.scores"
+# GGUF's token types. Unknown, control and user-defined tokens are never split in a text.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_BLANK, _TAB = "\u2581", "<0x09>"  # SentencePiece's mark of a space, and its token of a tab
+_END_OF_TURN = "<end_of_turn>"  # Gemma's, which not all of its files name as an end
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 # Patterns that cut a text into words before merging. They are part of each published vocabulary.
@@ -40,36 +45,28 @@ def read_tokenizer(file: Contents) -> Tokenizer:
 
     kind = file.value("tokenizer.ggml.model", str)
     pre = file.needed("tokenizer.ggml.pre", str, "default")
-    if kind != "gpt2":
+    if kind not in ("gpt2", "llama"):
         raise ModelError.unsupported(
             "tokenizer.ggml.model",
-            f"the GGUF file's tokenizer is {kind!r}; only 'gpt2' (byte-level BPE) is supported. "
-            "Load the Hugging Face directory of this model instead.",
+            f"the GGUF file's tokenizer is {kind!r}; only 'gpt2' (byte-level BPE) and 'llama' "
+            "(SentencePiece's BPE) are supported. Load the Hugging Face directory of this model "
+            "instead.",
         )
     tokens, types = file.needed(_TOKENS, list), file.needed(_TYPES, list)
-    merges = file.needed(_MERGES, list, [])
     if len(tokens) != len(types) or not all(isinstance(token, str) for token in tokens):
         raise _malformed(_TYPES, f"{len(types)} types for {len(tokens)} tokens")
-    try:
-        backend = byte_level_bpe(tokens, merges, pre)
-    except ModelError:
-        raise
-    except Exception as error:  # the Rust library raises nothing narrower
-        raise _malformed(_MERGES, error) from error
-    for is_special in (True, False):
-        token_type = _CONTROL if is_special else _USER_DEFINED
-        backend.add_tokens(
-            [
-                tokenizers.AddedToken(token, special=is_special, normalized=False)
-                for token, kind in zip(tokens, types, strict=True)
-                if kind == token_type
-            ]
-        )
     ids = {name: _token_id(file, name, len(tokens)) for name in (*_NAMES, "eot", "eom")}
+    if kind == "llama":
+        backend, tokens = _read_sentencepiece(file, tokens, types)
+    else:
+        backend = _read_byte_level(file, tokens, types, pre)
     ends = {ids.pop(name) for name in ("eot", "eom")} | {ids["eos"]}
-    # As in llama.cpp, Llama 3's vocabulary adds BOS to a text if the file does not say.
+    ends |= {tokens.index(_END_OF_TURN)} if _END_OF_TURN in tokens else set()
+    # As in llama.cpp, these vocabularies add BOS to a text if the file does not say.
     adds = {
-        "bos": file.value("tokenizer.ggml.add_bos_token", bool, pre in _ADDS_BOS),
+        "bos": file.value(
+            "tokenizer.ggml.add_bos_token", bool, kind == "llama" or pre in _ADDS_BOS
+        ),
         "eos": file.value("tokenizer.ggml.add_eos_token", bool),
     }
     named = {name: (tokens[i], i) for name, i in ids.items() if i is not None}
@@ -83,6 +80,118 @@ def read_tokenizer(file: Contents) -> Tokenizer:
         eos_ids=[i for i in ends if i is not None],
         special_tokens={_NAMES[name]: token for name, (token, _) in named.items()},
     )
+
+
+def _read_byte_level(
+    file: Contents, tokens: list[str], types: list[Any], pre: str
+) -> tokenizers.Tokenizer:
+    merges = file.needed(_MERGES, list, [])
+    try:
+        backend = byte_level_bpe(tokens, merges, pre)
+    except ModelError:
+        raise
+    except Exception as error:  # the Rust library raises nothing narrower
+        raise _malformed(_MERGES, error) from error
+    _add_tokens(backend, tokens, types, special=(_CONTROL,))
+    return backend
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer,
+    tokens: Sequence[str],
+    types: Sequence[Any],
+    special: Sequence[int],
+) -> None:
+    """Add the tokens that are never split.
+
+    User-defined ones with marks of blanks are looked for in a text that has these marks, too.
+    """
+    for is_special, kinds in ((True, special), (False, (_USER_DEFINED,))):
+        backend.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    token,
+                    special=is_special,
+                    normalized=not is_special and _BLANK in token,
+                )
+                for token, kind in zip(tokens, types, strict=True)
+                if kind in kinds
+            ]
+        )
+
+
+def _read_sentencepiece(
+    file: Contents, tokens: list[str], types: list[Any]
+) -> tuple[tokenizers.Tokenizer, list[str]]:
+    """Return the tokenizer, and the tokens by id, some of which the file spells otherwise."""
+    scores = file.needed(_SCORES, list)
+    if len(scores) != len(tokens) or not all(
+        isinstance(score, int | float) and math.isfinite(score) for score in scores
+    ):
+        raise _malformed(_SCORES, f"{len(scores)} scores for {len(tokens)} tokens")
+    has_prefix = file.needed("tokenizer.ggml.add_space_prefix", bool, True)
+    tokens = [_spelled(token, kind) for token, kind in zip(tokens, types, strict=True)]
+    if has_prefix:  # which would be put before these tokens, too, so they are joined as words are
+        types = [
+            _NORMAL if kind == _USER_DEFINED and _BLANK in token else kind
+            for token, kind in zip(tokens, types, strict=True)
+        ]
+    if "\t" not in tokens and any("\t" in token for token in tokens):  # that a tab may begin
+        tokens = ["\t" if token == _TAB else token for token in tokens]
+    unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    try:
+        backend = sentencepiece_bpe(tokens, types, scores, unknown, has_prefix=has_prefix)
+        _add_tokens(backend, tokens, types, special=(_UNKNOWN, _CONTROL))
+    except Exception as error:  # the Rust library raises nothing narrower
+        raise _malformed(_TOKENS, error) from error
+    return backend, tokens
+
+
+def _spelled(token: str, kind: Any) -> str:
+    """Return a token as the vocabulary spells it. GGUF has user-defined ones as text."""
+    return token.replace(" ", _BLANK) if kind == _USER_DEFINED else token
+
+
+def sentencepiece_bpe(
+    tokens: Sequence[str],
+    types: Sequence[int],
+    scores: Sequence[float],
+    unknown: str | None,
+    *,
+    has_prefix: bool,
+) -> tokenizers.Tokenizer:
+    """Build a tokenizer of SentencePiece's BPE, with bytes for characters that no token has.
+
+    Two neighbouring tokens are joined if both together are a normal one, that of the highest score
+    first. A text begins with a blank if `has_prefix`.
+    """
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    normal = [i for i, kind in enumerate(types) if kind == _NORMAL]
+    by_score = sorted(normal, key=lambda i: (-scores[i], i))
+    parts = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL}
+    parts |= {"\t"} & vocabulary.keys()
+    merges = [pair for i in by_score for pair in _splits(tokens[i]) if parts.issuperset(pair)]
+    bpe = models.BPE(
+        vocabulary,
+        merges,
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = tokenizers.Tokenizer(bpe)
+    blanks: list[Any] = [normalizers.Replace(" ", _BLANK)]
+    back: list[Any] = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if has_prefix:
+        blanks.insert(0, normalizers.Prepend(_BLANK))
+        back.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(blanks)  # type: ignore[assignment]
+    backend.decoder = decoders.Sequence(back)  # type: ignore[assignment]
+    return backend
+
+
+def _splits(token: str) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of texts that make up a token."""
+    return ((token[:end], token[end:]) for end in range(1, len(token)))
 
 
 def _token_id(file: Contents, name: str, number: int) -> int | None:

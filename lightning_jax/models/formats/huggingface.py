@@ -45,7 +45,7 @@ from lightning_jax.models.formats.param_names import (
 )
 from lightning_jax.models.formats.weight_files import Weights, find_weights
 from lightning_jax.models.model_files import ModelError, read_object, unusable
-from lightning_jax.models.shape import DecoderShape, Rope
+from lightning_jax.models.shape import DecoderShape, LinearScaling, Rope
 from lightning_jax.models.transformer import Params
 from lightning_jax.system.text import in_one_line
 
@@ -56,6 +56,11 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 # not read.
 _COMPUTED = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 COMPARED_ROWS = 64  # of the embedding and the output weights
+# Fields of rope_parameters for layers that see all tokens, and for those with a window.
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+_OF_WHOLE = ("quantization_config", "tie_word_embeddings")  # not in text_config, or else of no use
+# Beginnings of names in models of images too, after which names are those of a model of text.
+_WRAPPED = ("model.language_model.", "language_model.model.", "language_model.")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _REQUIRED = {  # our name of a size -> its name in config.json
     "vocab_size": "vocab_size",
@@ -77,7 +82,7 @@ def read_shape(directory: Path) -> DecoderShape:
         raise ModelError.missing(
             str(path), f"{directory} has no config.json; {on_no_config(directory)}"
         )
-    fields = read_object(path)
+    fields = _text_fields(path, read_object(path))
     experts = [name for name in _EXPERTS if fields.get(name)]
     refuse_experts(path, fields.get("model_type"), experts)
     family = find_family(fields.get("model_type"), path, "model_type")
@@ -86,12 +91,29 @@ def read_shape(directory: Path) -> DecoderShape:
     return family.read(file)
 
 
+def _text_fields(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the model of text, which has a part of a model of images too."""
+    kind = fields.get("model_type")
+    family = next((one for one in FAMILIES.values() if one.wrapper and one.wrapper == kind), None)
+    if family is None:
+        return fields
+    text = fields.get("text_config")
+    if not isinstance(text, dict):
+        raise unusable(path, "text_config", text, "an object")
+    whole = {name: fields[name] for name in _OF_WHOLE if name in fields}
+    return text | whole | {"model_type": family.name}
+
+
 @dataclass(frozen=True)
 class ConfigFields(Fields):
     """Fields of a config.json."""
 
     path: Path
     fields: dict[str, Any]
+
+    def with_defaults(self, **values: Any) -> "ConfigFields":
+        """Return fields with these values where the file lacks them. See `Fields`."""
+        return dataclasses.replace(self, fields=values | self.fields)
 
     @property
     def where(self) -> object:
@@ -124,18 +146,37 @@ class ConfigFields(Fields):
 
     def rope(self, head_dim: int, theta: float = 10000.0) -> Rope:
         """Return the rotary positions. See `Fields`."""
-        rope = self._rope_fields
-        theta = self._theta(theta)
+        return self._rope(self._rope_fields, self._theta(theta))
+
+    def _rope(self, rope: Mapping[str, Any], theta: float) -> Rope:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             return Rope(theta)
+        if kind == "linear":
+            factor = require_positive(self.path, "factor", rope.get("factor"))
+            return Rope(theta, LinearScaling(factor))
         if kind != "llama3":
             raise ModelError.unsupported(
                 "rope_type",
-                f"{self.path} has rope_type={kind!r}; only 'default' and 'llama3' are supported. "
-                "Use another model.",
+                f"{self.path} has rope_type={kind!r}; only 'default', 'linear' and 'llama3' are "
+                "supported. Use another model.",
             )
         return Rope(theta, checked_scaling(self.path, rope))
+
+    def window_ropes(self, head_dim: int, theta: float, window_theta: float) -> tuple[Rope, Rope]:
+        """Return the two kinds of rotary positions. See `Fields`."""
+        rope, name = self._rope_fields, "rope_local_base_freq"  # of older files
+        if not rope.keys() & {*_LAYER_KINDS}:
+            local = require_positive(self.path, name, self.fields.get(name, window_theta))
+            return self.rope(head_dim, theta), Rope(local)
+        ropes = []
+        for kind, usual in zip(_LAYER_KINDS, (theta, window_theta), strict=True):
+            part = rope.get(kind) or {}
+            if not isinstance(part, dict):
+                raise unusable(self.path, kind, part, "an object")
+            base = require_positive(self.path, "rope_theta", part.get("rope_theta", usual))
+            ropes.append(self._rope(part, base))
+        return ropes[0], ropes[1]
 
     def long_rope(self, head_dim: int) -> Rope:
         """Return rotary positions that may be LongRoPE's. See `Fields`."""
@@ -189,7 +230,7 @@ class ConfigFields(Fields):
     def require(self, **values: Any) -> None:
         """Refuse other values of these fields. See `Fields`."""
         for name, value in values.items():
-            if self.fields.get(name, value) != value:
+            if self.fields.get(name) not in (None, value):
                 raise ModelError.unsupported(
                     name,
                     f"{self.path} has {name}={in_one_line(str(self.fields[name]), 80)}; only "
@@ -261,8 +302,8 @@ def _check(
             )
         for param, place, expert in parts:
             param.check(place, head.shape, is_expert=expert is not None)
-    others = [name for name in weights.heads if name not in by_name and name != HEAD]
-    parts = {name for name in others if name.removeprefix(BASE).startswith(_COMPUTED)}
+    others = [name for name in weights.heads if name not in by_name and _bare(name) != _bare(HEAD)]
+    parts = {name for name in others if _bare(name).startswith(_COMPUTED)}
     extra = {name for name in parts if not name.endswith(".inv_freq")}  # rotary, of old files
     refuse_extra(directory, extra, "copy the config.json of these weights there")
 
@@ -276,7 +317,14 @@ def _name_in(weights: Weights, name: str) -> str:
     if name == EMBEDDING and name not in weights.files and HEAD in weights.files:
         return HEAD
     bare = name.removeprefix(BASE)
-    return bare if name not in weights.files and bare in weights.files else name
+    names = (name, bare, *(f"{prefix}{bare}" for prefix in _WRAPPED))
+    return next((one for one in names if one in weights.files), name)
+
+
+def _bare(name: str) -> str:
+    """Return a weight's name in files without what comes before it in a whole model."""
+    prefix = next((prefix for prefix in (*_WRAPPED, BASE) if name.startswith(prefix)), "")
+    return name.removeprefix(prefix)
 
 
 def untie(directory: Path, shape: DecoderShape) -> DecoderShape:
@@ -288,10 +336,11 @@ def untie(directory: Path, shape: DecoderShape) -> DecoderShape:
     if not shape.tie_embeddings:
         return shape
     weights = find_weights(directory)
-    if not {EMBEDDING, HEAD} <= weights.files.keys():
+    names = [_name_in(weights, name) for name in (EMBEDDING, HEAD)]
+    if names[0] == names[1] or not {*names} <= weights.files.keys():
         return shape
     step = shape.vocab_size // COMPARED_ROWS + 1
-    embedding, head = (weights.rows(name, step) for name in (EMBEDDING, HEAD))
+    embedding, head = (weights.rows(name, step) for name in names)
     if np.array_equal(embedding, head):
         return shape
     logger.warning(

@@ -172,7 +172,9 @@ def _spells_every_byte(backend: tokenizers.Tokenizer, vocabulary: dict[str, int]
     if not isinstance(model, models.BPE):
         return False
     if model.byte_fallback:
-        return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+        # Gemma's has a tab in place of its byte.
+        tab = {"<0x09>"} if "\t" in vocabulary else set[str]()
+        return {f"<0x{byte:02X}>" for byte in range(256)} <= vocabulary.keys() | tab
     kinds = [part["type"] for part in _parts(backend.pre_tokenizer, "pretokenizers")]
     return "ByteLevel" in kinds and set(pre_tokenizers.ByteLevel.alphabet()) <= vocabulary.keys()
 

@@ -37,8 +37,9 @@ def pair_sizes(config: BatchConfig, platform: str) -> tuple[int, ...]:
     """
     if platform == "cpu":
         return (config.max_targets,)
-    num_chunks = config.max_targets // config.head_chunk
-    return tuple(sorted({config.head_chunk * -(-num_chunks // part) for part in PAIR_PARTS}))
+    chunk = config.largest_chunk
+    num_chunks = config.max_targets // chunk
+    return tuple(sorted({chunk * -(-num_chunks // part) for part in PAIR_PARTS}))
 
 
 def place_batches(batches: Sequence[Batch], config: BatchConfig, mesh: Mesh) -> list[Batch]:

@@ -354,7 +354,7 @@ def make_updater(  # noqa: PLR0913  (the arguments are independent)
         train_step.make_train_functions,
         model.with_execution(scans_layers=mesh.devices.flat[0].platform == "cpu"),
         transformation,
-        head_chunk=batch.head_chunk,
+        head_chunk=batch.chunk_of(model.shape.vocab_size),
         remat=remat,
         compute_dtype=jnp.dtype(dtype),
         gather=make_gather(model, mesh),

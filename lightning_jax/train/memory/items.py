@@ -136,7 +136,8 @@ def step_items(
     used = used_weight_bytes(model, mesh, remat=remat, dtype=dtype)
     token = activation_bytes(model, mesh, remat=remat, dtype=activation_dtype)
     # Logits of one chunk, their probabilities, and their gradient.
-    logits = 3 * rows * batch.head_chunk * logit_bytes(model, mesh)
+    chunk = batch.chunk_of(model.shape.vocab_size)
+    logits = 3 * rows * chunk * logit_bytes(model, mesh)
     if remat == "full":
         cheaper = "Set model.dtype to bfloat16" if dtype != "bfloat16" else _MORE_DEVICES
         shorter = f"rows={batch.rows}" if rows > 1 else f"row_len={batch.row_len}"
@@ -147,7 +148,7 @@ def step_items(
         MemoryItem("gradients", weights, _less_trained(settings)),
         MemoryItem("microbatch gradients and gathered weights", weights + used, cheaper),
         MemoryItem("activations", rows * batch.row_len * token, smaller),
-        MemoryItem("logits", logits, f"Lower batch.head_chunk={batch.head_chunk}"),
+        MemoryItem("logits", logits, f"Lower batch.head_chunk={chunk}"),
     ]
 
 

@@ -26,7 +26,7 @@ def test_a_check_prints_what_it_derives_and_reads(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr()
     lines = {line.strip() for line in printed.out.splitlines()}
     assert {
-        *("serve.prefill_buckets=[32, 128]", "batch.row_len=512", "batch.head_chunk=256"),
+        *("serve.prefill_buckets=[32, 128]", "batch.row_len=512"),
         *("data.root=mine/tasks.jsonl", "agent.function=mine/agent.py:run", "begins run"),
     } <= lines
     assert not any("max_targets" in line for line in lines if line.startswith("batch."))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from coded import raises_coded
+from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +19,9 @@ from lightning_jax.gateway.prompt.render import (
     render_prompt,
 )
 from lightning_jax.gateway.prompt.tool_formats import HERMES, format_of
+from lightning_jax.gateway.prompt.turns import read_prompt
 from lightning_jax.models.chat_template import TemplateError, with_defaults
-from lightning_jax.models.formats.gguf_vocab import byte_level_bpe
+from lightning_jax.models.formats.gguf_vocab import byte_level_bpe, sentencepiece_bpe
 from lightning_jax.models.tokenizer import Tokenizer
 from lightning_jax.testing.tiny import CHATML, tiny_tokenizer
 
@@ -358,3 +360,44 @@ def test_every_spelling_of_no_arguments_is_an_empty_object(arguments: Any) -> No
     assert ids(arguments=arguments) == ids(arguments="{}") == ids()
     written = json.dumps({"name": "f", "arguments": arguments})
     assert parse_calls(written, HERMES) == [("f", "{}")]
+
+
+def _gemma() -> Tokenizer:
+    """Return a SentencePiece vocabulary of bytes, with Gemma's marks and turns."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    types = [3] * len(special) + [6] * 256 + [1]
+    backend = sentencepiece_bpe(tokens, types, [0.0] * len(tokens), "<unk>", has_prefix=False)
+    backend.add_special_tokens(special)
+    template = FAMILIES["Gemma 3"].template.replace("<|im_start|>", "<start_of_turn>")
+    return Tokenizer(
+        backend,
+        template="{{ bos_token }}" + template.replace("<|im_end|>", "<end_of_turn>"),
+        eos_ids=[1],
+        special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"},
+    )
+
+
+def test_gemmas_turns_hold_the_system_message_tools_and_results() -> None:
+    tokenizer, memory = _gemma(), ConversationMemory()
+    end = tokenizer.encode("<end_of_turn>")[0]
+    assert tokenizer.eos_ids == {1, end}
+    turns = [{"role": "system", "content": "be brief"}, USER]
+    tools = [{"type": "function", "function": {"name": "run", "parameters": {}}}]
+    first = render_prompt(turns, tools, tokenizer, memory)
+    text = tokenizer.decode(first.token_ids, skip_special=False)
+    assert text.startswith("<bos><start_of_turn>user\nbe brief\n\n")
+    assert text.endswith("\n\nhi<end_of_turn>\n<start_of_turn>model\n") and '"run"' in text
+    assert [role for role, _ in read_prompt(first.token_ids, tokenizer)] == ["user"]
+    call = {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL]}
+    sampled = (*tokenizer.encode('<tool_call>{"name": "run", "arguments": {"a": 1}}'), end)
+    memory.add(call, Generated(first, sampled))
+    result = {"role": "tool", "tool_call_id": "c", "content": "é 2"}
+    second = render_prompt([*turns, call, result, USER], tools, tokenizer, memory)
+    more = "\n<start_of_turn>user\n<tool_response>\né 2\n</tool_response>\n\nhi<end_of_turn>\n"
+    assert second.token_ids == (
+        *first.token_ids,
+        *sampled,
+        *tokenizer.encode(f"{more}<start_of_turn>model\n"),
+    )
+    assert (second.replayed, second.breaks) == (1, 0)

@@ -11,7 +11,7 @@ from random_trees import depths_of, random_ends
 
 from lightning_jax.models.attention import attention, blockwise
 from lightning_jax.models.attention.blockwise import Window
-from lightning_jax.models.shape import RopeScaling
+from lightning_jax.models.shape import LinearScaling, RopeScaling
 
 attend_blocks = jax.jit(attention.attend_blocks)
 
@@ -132,6 +132,11 @@ def test_rotation_turns_pairs_by_hand():
     out = attention.rotate(jnp.array([[[[1.0, 1.0, 0.0, 0.0]]]]), *tables)
     expected = [math.cos(2), math.cos(0.2), math.sin(2), math.sin(0.2)]
     np.testing.assert_allclose(out[0, 0, 0], expected, rtol=1e-6)
+
+
+def test_linear_scaling_divides_all_frequencies():
+    out = attention.rope_frequencies(4, 100.0, LinearScaling(8.0))
+    np.testing.assert_allclose(out, [1 / 8, 1 / 80], rtol=1e-6)
 
 
 def test_llama3_scaling_by_hand():

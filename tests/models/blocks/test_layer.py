@@ -6,15 +6,19 @@ of the pattern.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lightning_jax.models import transformer
 from lightning_jax.models.attention.kv_cache import init_cache
+from lightning_jax.models.blocks import dense, self_attention
 from lightning_jax.models.blocks.layer import axes_of, kernels_of, units_of
-from lightning_jax.models.blocks.parts import RMSNorm
+from lightning_jax.models.blocks.parts import LayerInputs, Parts, RMSNorm
 from lightning_jax.models.config import MeshConfig, RematKind
 from lightning_jax.models.memory import activation_bytes, decode_bytes, weight_bytes
 from lightning_jax.models.mesh import batch_sharding, make_mesh
@@ -24,6 +28,7 @@ from lightning_jax.models.shape import (
     DecoderConfig,
     DecoderShape,
     Dense,
+    Execution,
     Norm,
     Rope,
 )
@@ -176,3 +181,101 @@ def test_a_wide_norm_is_rounded_once():
     np.testing.assert_array_equal(found[0], jnp.asarray(exact, jnp.bfloat16))
     assert found[0].dtype == found[1].dtype == jnp.bfloat16
     assert np.sum(found[0] != found[1]) == 11
+
+
+def test_a_norm_adds_its_offset_before_anything_is_rounded():
+    x = jnp.arange(1.0, 40.0).astype(jnp.bfloat16)[None]
+    stored = jnp.linspace(-0.003, 0.003, 39).astype(jnp.bfloat16)
+    norm = RMSNorm(Norm(0.0, is_wide=True, offset=1.0))
+    out: Any = norm.apply({"params": {"scale": stored}}, x)
+    wide, factors = np.asarray(x, np.float64), 1 + np.asarray(stored, np.float64)
+    exact = wide / np.sqrt((wide**2).mean()) * factors
+    np.testing.assert_array_equal(out, jnp.asarray(exact, jnp.bfloat16))
+    assert len({*np.asarray((1 + stored).astype(jnp.float32))}) == 2  # of 39 scales
+    first: Any = norm.init(jax.random.key(0), x)
+    assert not first["params"]["scale"].any()
+
+
+GELU = Dense(40, "gelu_tanh")
+AROUND = Block(Attention(4, 2, 8, Rope()), GELU, norms="around")
+
+
+def test_norms_around_have_scales_before_and_after():
+    shape = DecoderShape(48, 32, (AROUND,), norm=Norm(1e-5, is_wide=True, offset=1.0))
+    config = DecoderConfig(shape)
+    params = _params(config)
+    names = {"attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm"}
+    assert names <= params["layers_0"].keys()
+    tokens, positions = jnp.arange(6)[None], jnp.arange(6)[None]
+    out, _ = run(params, config, tokens, positions)
+    # A factor of 0 after the mixer and the MLP leaves the embeddings.
+    layer = params["layers_0"]
+    nothing = {name: {"scale": jnp.full(32, -1.0)} for name in ("attn_post_norm", "mlp_post_norm")}
+    plain, _ = run(params | {"layers_0": layer | nothing}, config, tokens, positions)
+    embedded: Any = RMSNorm(shape.norm).apply(
+        {"params": params["final_norm"]}, params["embed"]["embedding"][tokens]
+    )
+    np.testing.assert_allclose(plain, embedded, atol=1e-6)
+    assert np.abs(plain - out).max() > 0.1
+
+
+def test_a_layer_with_norms_around_keeps_two_more_results():
+    mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
+    before = Block(AROUND.mixer, AROUND.mlp)
+    sizes = [
+        activation_bytes(
+            DecoderConfig(DecoderShape(48, 32, 3 * (block,))), mesh, remat="none", dtype="float32"
+        )
+        for block in (AROUND, before)
+    ]
+    assert sizes[0] - sizes[1] == (3 + 1) * 2 * 32 * 4  # of three layers and the one at work
+
+
+def test_the_mlps_activation_is_gelu_by_its_tanh():
+    config = DecoderConfig(DecoderShape(48, 32, (AROUND,)))
+    x = jax.random.normal(jax.random.key(2), (1, 3, 32))
+    layer = _params(config)["layers_0"]
+    gate, up, down = (
+        np.asarray(layer[name]["kernel"], np.float64) for name in ("gate", "up", "down")
+    )
+
+    class Mlp(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return dense.apply(GELU, Parts(Norm(), config.execution, None), x)
+
+    out: Any = Mlp().apply({"params": layer}, x)
+    gates = np.asarray(x, np.float64) @ gate
+    tanh = np.tanh(np.sqrt(2 / np.pi) * (gates + 0.044715 * gates**3))
+    expected = (0.5 * gates * (1 + tanh) * (np.asarray(x, np.float64) @ up)) @ down
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_embeddings_are_scaled_in_the_dtype_of_their_table():
+    shape = DecoderShape(48, 32, (PLAIN,), embed_scale=1152**0.5)  # 33.94, or 34 in bfloat16
+    config = DecoderConfig(shape, Execution(activation_dtype="float32"))
+    table = jnp.ones((48, 32), jnp.bfloat16)
+    out = transformer._embed({"embed": {"embedding": table}}, config, jnp.zeros((1, 1), jnp.int32))
+    assert out.dtype == jnp.float32 and (out == 34.0).all()
+    out = transformer._embed(
+        {"embed": {"embedding": jnp.ones((48, 32))}}, config, jnp.zeros((1, 1), jnp.int32)
+    )
+    np.testing.assert_allclose(out, 1152**0.5, rtol=1e-6)
+
+
+def test_bfloat16_queries_are_scaled_by_a_factor_that_is_not_rounded():
+    mixer = Attention(1, 1, 2, None, scale=0.8729 * 2**-0.5)
+    queries, ones = jnp.asarray([[[1.5, 1.0]]], jnp.bfloat16), jnp.eye(2, dtype=jnp.bfloat16)
+
+    class Mixer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            inputs = LayerInputs(None, None, None, None, None)
+            return self_attention._project(mixer, Parts(Norm(), Execution(), None), x, inputs)[0]
+
+    kernels = {name: {"kernel": ones} for name in ("q", "k", "v")}
+    out: Any = Mixer().apply({"params": kernels}, queries)
+    exact = np.asarray(queries, np.float32)[:, :, None] * np.float32(0.8729)
+    np.testing.assert_array_equal(out, jnp.asarray(exact).astype(jnp.bfloat16))
+    rounded = queries[:, :, None] * jnp.asarray(0.8729, jnp.bfloat16)
+    assert (out != rounded).any()

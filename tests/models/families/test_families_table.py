@@ -75,6 +75,11 @@ def test_the_plan_has_the_bytes_of_the_leaves(family: str):
 @pytest.mark.parametrize(
     ("hub_id", "billions"),
     [
+        ("google/gemma-3-270m-it", 0.268),
+        ("google/gemma-3-1b-it", 1.000),
+        ("google/gemma-3-4b-it", 3.880),  # without the tower of its images
+        ("google/gemma-3-12b-it", 11.766),
+        ("google/gemma-3-27b-it", 27.009),
         ("HuggingFaceTB/SmolLM3-3B", 3.075),
         ("ibm-granite/granite-4.0-micro", 3.403),
         ("microsoft/Phi-4-mini-instruct", 3.836),

@@ -31,7 +31,7 @@ from lightning_jax.models.formats.load import (
 from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.model_files import SMOLLM2, ModelError
-from lightning_jax.models.shape import DecoderConfig, Execution
+from lightning_jax.models.shape import DecoderConfig, Execution, LinearScaling, Rope
 from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.transformer import init_params
 from lightning_jax.testing.tiny import tiny_model
@@ -162,13 +162,30 @@ def test_a_gguf_file_loads(family, tmp_path):
     assert loaded.tokenizer.encode(text) == model.tokenizer.encode(text)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("rope.scaling.type", ("yarn", TEXT)), ("rope.scale_linear", (4.0, REAL))]
-)
-def test_a_gguf_file_with_stretched_positions_is_refused(key, value, tmp_path):
-    write_gguf(tmp_path / "long.gguf", variant("qwen3"), {f"qwen3.{key}": value})
+def test_a_gguf_file_with_other_scaled_positions_is_refused(tmp_path):
+    path, key = tmp_path / "long.gguf", "rope.scaling.type"
+    write_gguf(path, variant("qwen3"), {f"qwen3.{key}": ("yarn", TEXT)})
     with raises_coded(ModelError, "unsupported", key):
-        load_model(str(tmp_path / "long.gguf"))
+        load_model(str(path))
+    write_gguf(path, variant("llama"), {"llama.rope.scale_linear": (4.0, REAL)})
+    with raises_coded(ModelError, "unsupported", key):  # beside Llama 3's factors
+        load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({"scale_linear": (4.0, REAL)}, LinearScaling(4.0)),
+        ({"scaling.type": ("linear", TEXT), "scaling.factor": (0.1, REAL)}, LinearScaling(0.1)),
+        ({"scaling.type": ("none", TEXT), "scaling.factor": (4.0, REAL)}, None),
+        ({"scaling.type": ("linear", TEXT)}, None),
+        ({"scaling.factor": (0.0, REAL)}, None),
+    ],
+)
+def test_a_gguf_file_may_scale_positions_by_a_factor(fields, scaling, tmp_path):
+    path = tmp_path / "a.gguf"
+    write_gguf(path, variant("qwen3"), {f"qwen3.rope.{name}": one for name, one in fields.items()})
+    assert load_shape(str(path)).blocks[0].mixer.rope == Rope(500000.0, scaling)
 
 
 def test_wrong_gguf_files_are_refused(tmp_path):
@@ -180,6 +197,26 @@ def test_wrong_gguf_files_are_refused(tmp_path):
     write_gguf(tmp_path / "mamba.gguf", TINY, architecture="mamba")
     with raises_coded(ModelError, "unsupported", "general.architecture"):
         load_model(str(tmp_path / "mamba.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"model_type": "mistral", "sliding_window": 100}, 100),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral"}, 4096),  # as in transformers
+        ({"model_type": "phi3", "sliding_window": 100}, 100),
+        ({"model_type": "phi3", "sliding_window": 2048}, None),  # as long as the longest text
+        ({"model_type": "phi3"}, None),
+        ({"model_type": "llama", "sliding_window": 100}, None),
+    ],
+)
+def test_every_layer_has_the_window_of_the_config(fields, window, tmp_path):
+    save_hf(tmp_path, TINY)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    blocks = load_shape(str(tmp_path)).blocks
+    assert [block.mixer.window for block in blocks] == [window, window]
 
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
@@ -196,7 +233,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
             "unsupported",
             "use_sliding_window",
         ),
-        ({"model_type": "mistral", "sliding_window": 4096}, "unsupported", "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": 0}, "malformed", "sliding_window"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "unsupported",
@@ -217,7 +254,6 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
             {"model_type": "granitemoehybrid", "num_local_experts": 0},
             *("unsupported", "layer_types"),
         ),
-        ({"model_type": "phi3", "sliding_window": 100}, "unsupported", "sliding_window"),
         ({"model_type": "phi3", "partial_rotary_factor": 2}, "malformed", "partial_rotary_factor"),
         ({"model_type": "phi3", "rope_scaling": LONG}, "malformed", "short_factor"),
         (

@@ -27,6 +27,8 @@ from safetensors.numpy import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
     GraniteMoeHybridConfig,
@@ -78,6 +80,23 @@ FACTORS: dict[str, Any] = {
     "eos_token_id": None,
 }
 FAMILIES = {
+    # One period of layers, with windows shorter than the prompt of 20 tokens.
+    "gemma3_text": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(
+            **SIZES | {"num_hidden_layers": 6, "intermediate_size": 16},
+            head_dim=6,
+            query_pre_attn_scalar=5,
+            sliding_window=7,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        ),
+    ),
     "granite": (GraniteForCausalLM, GraniteConfig(**SIZES, **FACTORS)),
     "granitemoehybrid": (
         GraniteMoeHybridForCausalLM,
@@ -118,6 +137,10 @@ FAMILIES = {
     "mistral": (
         MistralForCausalLM,
         MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False),
+    ),
+    "mistral_window": (
+        MistralForCausalLM,
+        MistralConfig(**SIZES, sliding_window=7, tie_word_embeddings=False),
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES, tie_word_embeddings=False)),
     "phi3": (  # longer than the 150 tokens, so that the short factors count
@@ -162,7 +185,7 @@ def make_family(name: str) -> None:
     model = kind(config).eval()
     with torch.no_grad():
         for path, weight in model.named_parameters():
-            center = 1.0 if "norm" in path else 0.0
+            center = 1.0 if "norm" in path and not name.startswith("gemma") else 0.0
             weight.copy_(center + 0.3 * torch.randn(weight.shape))
     config.architectures = [kind.__name__]
     (HERE / f"{name}.json").write_text(config.to_json_string())
