@@ -185,7 +185,7 @@ def learner(devices: int, mesh_config: MeshConfig | None = None) -> Updater:
     mesh = make_mesh(mesh_config or MeshConfig(), jax.devices()[:devices])
     sgd = optax.sgd(1.0)
     functions = make_train_functions(
-        MODEL.config, sgd, policy_objective(loss="reinforce"), head_chunk=SHAPE.head_chunk
+        MODEL.config, sgd, policy_objective(loss="reinforce"), head_chunk=SHAPE.largest_chunk
     )
     return Updater(MODEL.config, mesh, sgd, functions, SHAPE, skip_zero_advantage=True)
 

@@ -164,7 +164,7 @@ def learner(devices: int, shape: BatchConfig = SHAPE) -> Updater:
     """Build an updater whose update subtracts the gradient."""
     mesh, sgd = make_mesh(MeshConfig(), jax.devices()[:devices]), optax.sgd(1.0)
     functions = make_train_functions(
-        MODEL.config, sgd, policy_objective(AlgorithmConfig()), head_chunk=shape.head_chunk
+        MODEL.config, sgd, policy_objective(AlgorithmConfig()), head_chunk=shape.largest_chunk
     )
     return Updater(MODEL.config, mesh, sgd, functions, shape, skip_zero_advantage=True)
 

@@ -268,7 +268,7 @@ def test_fewer_places_for_pairs_change_nothing():
     calls = on_policy([*conversation(0), *conversation(1)])
     expected, sums, _ = forest_gradient(calls)
     made, (batch,) = functions(), make_batches(calls, SHAPE)[0]
-    cut = cut_pairs(batch, 3 * SHAPE.head_chunk)
+    cut = cut_pairs(batch, 3 * SHAPE.largest_chunk)
     num_pairs = (batch.distinct.ids >= 0).sum(axis=1).max()
     assert num_pairs <= cut.distinct.ids.shape[1] < batch.distinct.ids.shape[1]
     start = zero_accumulators(made, MODEL.params)
