@@ -5,7 +5,7 @@ It is exact for weights and caches, and an estimate for the rest of a training s
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,15 +13,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from lightning_jax.models.attention.kv_cache import init_cache
-from lightning_jax.models.blocks.layer import activations_of
-from lightning_jax.models.blocks.parts import Width
+from lightning_jax.models.blocks.layer import Layer, activations_of
+from lightning_jax.models.blocks.parts import Hidden, Width
 from lightning_jax.models.config import RematKind
-from lightning_jax.models.lora import frozen_part, pick, trained_part
+from lightning_jax.models.lora import frozen_part, overlay, pick, trained_part
 from lightning_jax.models.mesh import MESH_AXES, platform_of
 from lightning_jax.models.reshard import layout, lies_at
 from lightning_jax.models.shape import Block, DecoderConfig
 from lightning_jax.models.sharding import param_shardings
-from lightning_jax.models.transformer import KEPT, layer_of, param_shapes
+from lightning_jax.models.transformer import (
+    KEPT,
+    Params,
+    layer_inputs,
+    layer_of,
+    param_shapes,
+)
 
 
 def weight_bytes(
@@ -112,7 +118,9 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dtyp
     A layer keeps its input, two normed inputs, queries, keys, values, the attention output and
     three arrays of the MLP. With norms around, it also keeps two results that are normed. With
     `remat` only one layer at a time does so. The others keep their input and what
-    `transformer.KEPT` names, of which the log-sums are float32.
+    `transformer.KEPT` names, of which the log-sums are float32. Without `remat` a CPU keeps all
+    that JAX saves of a layer, also parts of norms and activation functions. Other compilers compute
+    them again.
     """
     shape, size = model.shape, jnp.dtype(dtype).itemsize
 
@@ -120,10 +128,15 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dtyp
         here = width.units * width.size // _split(width.axis, width.units, mesh)
         return here * math.prod(mesh.shape[name] for name in MESH_AXES[width.gathers])
 
-    def layer(block: Block) -> int:
+    def layer(block: Block, numbers: Callable[[Width], int] = numbers) -> int:
         widths = activations_of(block, shape.embed_dim).values()
         around = 6 if block.norms == "around" else 4
         return around * shape.embed_dim + sum(numbers(w) for w in widths if not w.is_statistic)
+
+    def saved(block: Block) -> int:
+        """Return what one device has of all that JAX saves: the share it has of a layer."""
+        whole = layer(block, lambda width: width.units * width.size)
+        return saved_numbers(model, block) * layer(block) // whole
 
     def kept(block: Block) -> int:
         widths = ((name, width) for name, width in activations_of(block, shape.embed_dim).items())
@@ -133,9 +146,42 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dtyp
 
     layers = {block: layer(block) * size for block in shape.distinct_blocks}
     largest = max(layers.values())
-    if remat == "none":
-        return largest + sum(layers[block] for block in shape.blocks)
-    return sum(kept(block) for block in shape.blocks) + 2 * largest
+    if remat != "none":
+        return sum(kept(block) for block in shape.blocks) + 2 * largest
+    if mesh.devices.flat[0].platform == "cpu":
+        layers = {block: saved(block) * size for block in layers}
+    return largest + sum(layers[block] for block in shape.blocks)
+
+
+@cache
+def saved_numbers(model: DecoderConfig, block: Block) -> int:
+    """Return how many numbers of one token JAX saves of a layer for its backward pass.
+
+    It is on one device. Weights are left out, which are saved once for all tokens.
+    """
+    model = model.with_shape(blocks=(block,))
+    params = param_shapes(model)
+    frozen, layer = frozen_part(params), Layer(block, model.shape.norm, model.execution)
+
+    def sizes(length: int) -> int:
+        positions = jnp.zeros((1, length), jnp.int32)
+        chosen = None if model.execution.num_adapters is None else jnp.zeros(1, jnp.int32)
+
+        def save(trained: Params, frozen: Params | None, x: Hidden) -> Any:
+            (inputs,) = layer_inputs(model.shape, positions, positions, None, None, chosen)
+
+            def run(trained: Params, x: Hidden) -> Hidden:
+                weights = layer_of(overlay(frozen, trained), 0)
+                return layer.apply({"params": weights}, x, inputs, None)[0]
+
+            return jax.vjp(run, trained, x)[1]
+
+        x = jax.ShapeDtypeStruct((1, length, model.shape.embed_dim), jnp.float32)
+        saved = jax.eval_shape(save, trained_part(params), frozen, x)
+        return sum(leaf.size for leaf in jax.tree.leaves(saved))
+
+    length = 4096  # attention to few tokens is computed at once
+    return (sizes(2 * length) - sizes(length)) // length
 
 
 def logit_bytes(model: DecoderConfig, mesh: Mesh) -> int:

@@ -114,7 +114,7 @@ def _ropes(shape: DecoderShape, positions: Int[Array, "B T"]) -> list[RopeTables
     return [tables[mixer.rope, mixer.head_dim] if mixer.rope else None for mixer in mixers]
 
 
-def _inputs(
+def layer_inputs(
     shape: DecoderShape,
     positions: Int[Array, "B T"],
     ends: Int[Array, "B T"] | None,
@@ -219,7 +219,7 @@ def init_params(config: DecoderConfig, key: Any, dtype: Any = jnp.float32) -> Pa
     chosen = None if execution.num_adapters is None else jnp.zeros(1, jnp.int32)
     keys = jax.random.split(key, shape.num_layers + 2)
     parts = {}
-    for i, inputs in enumerate(_inputs(shape, index, index, None, None, chosen)):
+    for i, inputs in enumerate(layer_inputs(shape, index, index, None, None, chosen)):
         parts[f"{LAYER}{i}"] = _layer_of(config, i).init(keys[i], x, inputs, None)["params"]
     parts["final_norm"] = RMSNorm(shape.norm).init(key, x)["params"]
     table = 0.02 * jax.random.normal(keys[-1], (shape.vocab_size, shape.embed_dim))
@@ -288,7 +288,7 @@ def forward(  # noqa: PLR0913  (the arguments are independent)
             key="adapters",
         )
     gather = gather or _keep
-    inputs = _inputs(config.shape, positions, ends, cache, rows, adapters)
+    inputs = layer_inputs(config.shape, positions, ends, cache, rows, adapters)
     if remat != "none" and cache is None:
         return _forward_recomputing(params, config, tokens, inputs, remat, gather), None
     return _forward_in_turn(gather(params), config, tokens, inputs, cache, _layer)
@@ -307,7 +307,7 @@ def forward_routes(
 ) -> tuple[Routes, KVCache | None]:
     """Return what the routers choose for each token, without a gradient. See `forward`."""
     routes: list[dict[str, Any]] = []
-    inputs = _inputs(config.shape, positions, ends, cache, None, adapters)
+    inputs = layer_inputs(config.shape, positions, ends, cache, None, adapters)
 
     def apply(*arguments: Any) -> tuple[Hidden, LayerCache | None]:
         result, chosen = _layer_with_routes(*arguments)

@@ -62,10 +62,10 @@ def gradient_flops(model: DecoderConfig, work: Work) -> int:
 
         L (6 N tokens + 12 H D pairs) + 6 V E targets
 
-    The pairs of a layer with a window are those in it. Of experts, N has those of one token. Each weight costs 2 per token forward, 2 for the gradient
-    of its input and 2 for its own, which a weight that is frozen beside adapters has not. A pair
-    costs 4 forward, in two products, and 8 backward, in four. Norms, rotary positions and
-    activation functions are left out.
+    The pairs of a layer with a window are those in it. Of experts, N has those of one token. Each
+    weight costs 2 per token forward, 2 for the gradient of its input and 2 for its own, which a
+    weight that is frozen beside adapters has not. A pair costs 4 forward, in two products, and 8
+    backward, in four. Norms, rotary positions and activation functions are left out.
     """
     shape, lora, shapes = model.shape, model.execution.lora, param_shapes(model)
     per_weight = 6 if lora is None else 4

@@ -306,8 +306,10 @@ def test_blocks_tell_what_experts_need():
     mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
     # Of the embedding, the query heads, the key heads and three products of two experts.
     layer = 4 * 32 + 3 * 32 + 3 * 16 + 3 * 2 * 24 + 2 * 2 * 32
-    assert activation_bytes(CONFIG, mesh, remat="none", dtype=jnp.float32) == 4 * 3 * layer
+    kept = activation_bytes(CONFIG, mesh, remat="full", dtype=jnp.float32)
+    assert kept == 4 * (2 * 32 + 2 * layer)
     # Two devices that share experts have each other's tokens there.
     mesh = make_mesh(MeshConfig(1, 1, 1, 0, 2), jax.devices()[:2])
     shared = layer + 3 * 2 * 24 + 2 * 2 * 32
-    assert activation_bytes(CONFIG, mesh, remat="none", dtype=jnp.float32) == 4 * 3 * shared
+    kept = activation_bytes(CONFIG, mesh, remat="full", dtype=jnp.float32)
+    assert kept == 4 * (2 * 32 + 2 * shared)

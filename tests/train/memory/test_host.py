@@ -70,11 +70,12 @@ def test_a_checkpoint_copies_weights_and_moments() -> None:
 def test_a_plan_above_what_the_process_may_hold_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    size = plan.make_plan(MODEL.config, CONFIG, limit=Limit(plan.GIB, "", "")).total
+    config = plan.with_remat(CONFIG, "full")
+    size = plan.make_plan(MODEL.config, config, limit=Limit(plan.GIB, "", "")).total
 
     def check(share: float) -> None:
         limit = Limit(int(8 * size / share), "the container", "raise memory.max")
-        plan.check_plan(plan.make_plan(MODEL.config, CONFIG, limit=limit))
+        plan.check_plan(plan.make_plan(MODEL.config, config, limit=limit))
 
     check(0.89)
     assert not records(caplog, "memory_tight")

@@ -26,6 +26,7 @@ from lightning_jax.models.config import (
 from lightning_jax.models.families.table import SHAPES
 from lightning_jax.models.formats.load import load_shape, save_hf
 from lightning_jax.models.lora import adapted_shape
+from lightning_jax.models.memory import saved_numbers
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.sharding import param_shapes
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, DistillConfig, OptimizerConfig
@@ -341,7 +342,11 @@ def test_activations_by_hand() -> None:
         return sizes(plan.make_plan(DEEP, config))["activations"] // (8 * 64)
 
     layer = 4 * 32 + 3 * 32 + 3 * 16 + 3 * 64
-    assert found("none") == 4 * 5 * layer
+    # Eight results as wide as the embedding (input, norms and their parts), three as the queries,
+    # two as the keys, and six of the MLP: its products, and parts of the activation function.
+    saved = saved_numbers(DEEP, DEEP.shape.blocks[0])
+    assert 0 <= saved - (8 * 32 + 3 * 32 + 2 * 16 + 6 * 64) < 32
+    assert found("none") == 4 * (layer + 4 * saved)
     assert found("full") == 4 * (4 * 32 + 2 * layer)
     results = 32 + 4  # of attention, with the log-sums of 4 heads
     assert found("attention") == 4 * (4 * (32 + results) + 2 * layer)
