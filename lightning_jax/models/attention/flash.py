@@ -4,10 +4,10 @@ The kernels were interpreted on a CPU, run on an NVIDIA H200 and compiled for TP
 
 The mask is `j <= index[i] < ends[j]` (blockwise.py): one number for each key gives the later
 queries that see it. This is the column-wise mask of arXiv 2410.01359. A window compares one more
-number of each query with one of each key. It shows which blocks of
-queries see part of which blocks of keys, without looking at single pairs. The recurrence is from
-arXiv 2205.14135. The gradient in two passes, over blocks of queries and over blocks of keys, is
-from arXiv 2307.08691. No two programs add to the same output.
+number of each query with one of each key. These numbers show which blocks of queries see part of
+which blocks of keys, without looking at single pairs. The recurrence is from arXiv 2205.14135. The
+gradient in two passes, over blocks of queries and over blocks of keys, is from arXiv 2307.08691. No
+two programs add to the same output.
 
 No existing kernel skips blocks by such a mask. jax.nn.dot_product_attention, with cuDNN too, takes
 lengths and windows, and any other mask only as a T x T array. JAX's splash attention skips blocks

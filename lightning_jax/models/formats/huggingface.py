@@ -252,19 +252,20 @@ def read_params(directory: Path, shape: DecoderShape, dtype: Any, put: Put = kee
             by_file.setdefault(place.name, []).append((param, place, expert))
     _check(directory, weights, by_file)
     leaves: dict[ParamPath, jax.Array] = {}
-    experts: dict[ParamPath, dict[int, np.ndarray]] = {}  # of stacks that lack some of them
+    stacks: dict[ParamPath, np.ndarray] = {}  # that lack some experts
+    missing = {param.path: param.shape[0] for param in params}
     for name, array in weights.read(by_file):
         for param, place, expert in by_file[name]:
-            rows = param.cut(place, array, is_expert=expert is not None)
+            rows, path = param.cut(place, array, is_expert=expert is not None), param.path
             if expert is None:
-                leaves[param.path] = put(param.path, param.from_rows(rows, dtype))
+                leaves[path] = put(path, param.from_rows(rows, dtype))
                 continue
-            parts = experts.setdefault(param.path, {})
-            parts[expert] = param.rows(rows).astype(jnp.dtype(dtype), copy=False)
-            if len(parts) == param.shape[0]:
-                whole = np.stack([parts[i] for i in range(len(parts))])
-                leaves[param.path] = put(param.path, jnp.asarray(whole))
-                del experts[param.path]
+            if path not in stacks:
+                stacks[path] = np.empty(param.shape, jnp.dtype(dtype))
+            stacks[path][expert] = param.rows(rows)
+            missing[path] -= 1
+            if not missing[path]:
+                leaves[path] = put(path, jnp.asarray(stacks.pop(path)))
     return unflatten(leaves)
 
 
