@@ -157,7 +157,7 @@ def activation_bytes(model: DecoderConfig, mesh: Mesh, *, remat: RematKind, dtyp
 def saved_numbers(model: DecoderConfig, block: Block) -> int:
     """Return how many numbers of one token JAX saves of a layer for its backward pass.
 
-    It is on one device. Weights are left out, which are saved once for all tokens.
+    The layer is whole, on one device. Weights are left out: they are saved once for all tokens.
     """
     model = model.with_shape(blocks=(block,))
     params = param_shapes(model)

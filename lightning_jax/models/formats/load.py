@@ -45,7 +45,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class ModelReader:
-    """Files of a model, of which all but the weights is read. `params` reads them, when called."""
+    """Model whose config and tokenizer are loaded, and whose weights `params` reads when called."""
 
     name: str
     config: DecoderConfig

@@ -303,9 +303,9 @@ def _adapted(config: Config, model: LoadedModel) -> LoadedModel:
 def _model_that_fits(config: Config) -> tuple[LoadedModel, Config]:
     """Load the model, and set what updates recompute, for all processes.
 
-    A process that is alone reads each weight straight to its place on the trainer's devices.
-    Engines of the first of several take some weights without the others, so there all are on the
-    host first.
+    A process that is alone reads each weight straight to its place on the trainer's devices. With
+    several processes, all weights go to the host first, because the engines of the first process
+    copy some of them without the other processes.
 
     Raises ConfigError if the run would not fit in a device's memory, before weights are read.
     """
