@@ -141,7 +141,8 @@ async def solve(
             system_message=SYSTEM if use_tool else SYSTEM_WITHOUT_TOOL,
             max_tool_iterations=MAX_CALLS,
         )
-        async with aclosing(agent.run_stream(task=f"{task['question']}\n{ask}".strip())) as events:
+        question = f"{task['question']}\n{ask}" if ask else task["question"]
+        async with aclosing(agent.run_stream(task=question)) as events:
             async for event in events:
                 if isinstance(event, TaskResult):
                     return event

@@ -140,8 +140,10 @@ class Answered:
     items: list[Any]  # the conversation in the SDK's form
 
 
-async def answer(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> Answered:
+async def answer(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS, ask: str = "") -> Answered:
     """Answer `question` with searches at `search_url`. `llm` has base_url, api_key and model.
+
+    The question ends with `ask`, such as a request for the form of the answer.
 
     Raises AgentsException if the model's replies cannot be used, ConnectionError if the search is
     down, and openai.OpenAIError if the model's server fails.
@@ -163,7 +165,7 @@ async def answer(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> Answe
         try:
             result = await Runner.run(
                 agent,
-                task["question"],
+                f"{task['question']}\n{ask}" if ask else task["question"],
                 context=library,
                 max_turns=MAX_SEARCHES + 2,  # one over the limit, one for the answer
                 run_config=QUIET,
@@ -180,13 +182,15 @@ async def answer(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> Answe
     )
 
 
-async def run(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS) -> dict[str, float]:
+async def run(
+    task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS, ask: str = ""
+) -> dict[str, float]:
     """Return one rollout's `reward`, 0.9 * F1 + 0.1 * format, and metrics worth plotting.
 
     `em`, `f1` and `format` are parts of the reward. `recall` is the share of supporting paragraphs
-    that the searches found.
+    that the searches found. See `answer`.
     """
-    answered = await answer(task, llm, max_tokens=max_tokens)
+    answered = await answer(task, llm, max_tokens=max_tokens, ask=ask)
     supporting = set(task["supporting"])
     return score(answered.reply, task["answer"], task["answer_aliases"]) | {
         "searches": float(answered.num_searches),

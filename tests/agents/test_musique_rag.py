@@ -164,6 +164,14 @@ async def test_it_searches_and_answers() -> None:
     assert model.other_paths == []  # no traces are sent
 
 
+async def test_a_question_ends_with_what_the_settings_ask() -> None:
+    async with serving(["<answer>Glasgow</answer>"]) as (model, _, task, llm):
+        result = await musique_rag.run(task, llm, ask="Be brief.")
+    assert result["reward"] == pytest.approx(1.0)
+    question = f"{TASK['question']}\nBe brief."
+    assert model.bodies[0]["input"] == [{"role": "user", "content": question}]
+
+
 async def test_a_half_right_answer_without_tags() -> None:
     async with serving(["University of Oslo"]) as (_, _, task, llm):
         result = await musique_rag.run(task, llm)
