@@ -120,8 +120,8 @@ setup(
         "trackio": ["trackio>=0.20"],
         # traces.export; see docs/howto/export_traces.md.
         "otlp": ["opentelemetry-exporter-otlp-proto-http>=1.38"],
-        # Models without a tokenizer.json.
-        "tokenizers": ["transformers>=5.0", "sentencepiece>=0.2", "tiktoken>=0.8"],
+        # Models without a tokenizer.json. With sentencepiece 0.2.1 Python may end by a segfault.
+        "tokenizers": ["transformers>=5.0", "sentencepiece>=0.2,!=0.2.1", "tiktoken>=0.8"],
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0", "ruff>=0.14"],  # make docs
         "dev": [
             "beartype>=0.21",
