@@ -19,7 +19,7 @@ import pytest
 from agent_folder import write_folder
 from one_device import one_device
 
-from lightning_jax.cli.main import main
+from lightning_jax.cli.main import COMMANDS, main
 from lightning_jax.models.formats.load import save_hf
 from lightning_jax.testing.tiny import TINY_RUN, tiny_model
 from lightning_jax.traces.convert import spans_to_transitions
@@ -313,6 +313,13 @@ def test_a_taken_port_is_said_before_anything_compiles(
     assert _holds(sentence, f"127.0.0.1:{port}") and sentence.count("--port") == 1
     jax.jit(lambda x: x + port)(1.0)
     assert "/jax/core/compile/backend_compile_duration" in compiled  # so it would have been seen
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_a_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"lightning-jax {command}" in text and "%(" not in text
 
 
 def test_help_shows_commands_and_what_warnings_point_to(
