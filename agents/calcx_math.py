@@ -103,17 +103,36 @@ class CalculatorTool(StdioMcpToolAdapter):
         return next(iter(self.schema.get("parameters", {}).get("properties", {})), "")
 
 
+class CalculatingClient(OpenAIChatCompletionClient):
+    """AutoGen's client, which requires one call wherever tools are offered."""
+
+    component_provider_override = None  # never serialized
+
+    async def create(self, messages: Any, **options: Any) -> Any:
+        if options.get("tools"):
+            options["tool_choice"] = "required"
+            options["extra_create_args"] = {"parallel_tool_calls": False}
+        return await super().create(messages, **options)
+
+
 @functools.cache
 def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()  # takes 20 ms, so all clients share one
 
 
 async def solve(
-    task: Task, llm: Any, *, use_tool: bool = True, max_tokens: int = MAX_TOKENS, ask: str = ""
+    task: Task,
+    llm: Any,
+    *,
+    use_tool: bool = True,
+    max_tokens: int = MAX_TOKENS,
+    ask: str = "",
+    rounds: int | None = None,
 ) -> TaskResult:
     """Return the finished conversation. `llm` has base_url, api_key and model.
 
-    The question ends with `ask`, such as a request for the form of the answer.
+    The question ends with `ask`, such as a request for the form of the answer. With `rounds` the
+    model has to calculate so many times and then to answer in words; else it chooses.
 
     Raises CalculatorBroken if the calculator failed a call, because no answer could be trusted
     then.
@@ -124,7 +143,8 @@ async def solve(
         tools = [CalculatorTool(await calculator.tool(), calculator)]
     async with openai.DefaultAsyncHttpxClient(verify=_tls()) as http:
         connection: dict[str, Any] = {"http_client": http}  # accepted, but missing in its types
-        client = OpenAIChatCompletionClient(
+        client_type = OpenAIChatCompletionClient if rounds is None else CalculatingClient
+        client = client_type(
             model=llm.model,
             base_url=llm.base_url,
             api_key=llm.api_key,
@@ -139,7 +159,8 @@ async def solve(
             client,
             tools=tools,
             system_message=SYSTEM if use_tool else SYSTEM_WITHOUT_TOOL,
-            max_tool_iterations=MAX_CALLS,
+            max_tool_iterations=MAX_CALLS if rounds is None else rounds,
+            reflect_on_tool_use=rounds is not None,  # the answer, by a request without tools
         )
         question = f"{task['question']}\n{ask}" if ask else task["question"]
         async with aclosing(agent.run_stream(task=question)) as events:
@@ -158,13 +179,18 @@ def final_reply(result: TaskResult) -> str:
 
 
 async def run(
-    task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS, ask: str = ""
+    task: Task,
+    llm: Any,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    ask: str = "",
+    rounds: int | None = None,
 ) -> dict[str, float]:
     """Return the reward of one rollout, and whether Calc-X's own evaluation accepts its answer.
 
     See `solve`.
     """
-    result = await solve(task, llm, max_tokens=max_tokens, ask=ask)
+    result = await solve(task, llm, max_tokens=max_tokens, ask=ask, rounds=rounds)
     return score(task["result"], final_reply(result))
 
 

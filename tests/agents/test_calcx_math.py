@@ -76,6 +76,22 @@ async def test_a_question_ends_with_what_the_settings_ask() -> None:
     assert server.bodies[0]["messages"] == [FIRST[0], question]
 
 
+async def test_with_rounds_it_has_to_calculate_and_then_to_answer() -> None:
+    async with serving([compute("48/2"), compute("48 + 24"), "The answer is 72."]) as server:
+        assert await calcx_math.run(TASK, server, rounds=2) == RIGHT
+    first, second, last = server.bodies
+    assert first["tool_choice"] == second["tool_choice"] == "required"
+    assert first["parallel_tool_calls"] is second["parallel_tool_calls"] is False
+    assert not last.keys() & {"tools", "tool_choice", "parallel_tool_calls"}
+    assert last["messages"][-1]["content"] == "72"
+
+
+@pytest.mark.parametrize("reply", ["", "The answer is 71."])
+async def test_with_rounds_no_answer_is_a_wrong_one(reply: str) -> None:
+    async with serving([compute("48 + 24"), reply]) as server:
+        assert await calcx_math.run(TASK, server, rounds=1) == WRONG
+
+
 async def test_a_wrong_answer_and_none_at_all() -> None:
     for reply in ("The answer is 71.", "I do not know.", ""):
         async with serving([reply]) as server:
