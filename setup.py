@@ -120,7 +120,7 @@ setup(
         "trackio": ["trackio>=0.20"],
         # traces.export; see docs/howto/export_traces.md.
         "otlp": ["opentelemetry-exporter-otlp-proto-http>=1.38"],
-        # Models without a tokenizer.json. With sentencepiece 0.2.1 Python may end by a segfault.
+        # Models without a tokenizer.json. sentencepiece 0.2.1 can crash Python at exit.
         "tokenizers": ["transformers>=5.0", "sentencepiece>=0.2,!=0.2.1", "tiktoken>=0.8"],
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0", "ruff>=0.14"],  # make docs
         "dev": [

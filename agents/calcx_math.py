@@ -17,6 +17,7 @@ import json
 import re
 import ssl
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -56,6 +57,8 @@ MAX_RESULT_CHARS = 200  # per calculator result
 
 SYSTEM = "Solve the problem. Compute with the calculator. End with: The answer is NUMBER."
 SYSTEM_WITHOUT_TOOL = "Solve the problem. End with: The answer is NUMBER."
+
+warnings.filterwarnings("ignore", "Finish reason mismatch")  # AutoGen's, when a call was cut
 
 Task = dict[str, Any]
 Message = dict[str, Any]
@@ -131,8 +134,8 @@ async def solve(
 ) -> TaskResult:
     """Return the finished conversation. `llm` has base_url, api_key and model.
 
-    The question ends with `ask`, such as a request for the form of the answer. With `rounds` the
-    model has to calculate so many times and then to answer in words; else it chooses.
+    `ask` is appended to the question, such as a request for the form of the answer. `rounds` is
+    the number of calculations that the model must make before it answers; by default it decides.
 
     Raises CalculatorBroken if the calculator failed a call, because no answer could be trusted
     then.

@@ -143,7 +143,7 @@ class Answered:
 async def answer(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS, ask: str = "") -> Answered:
     """Answer `question` with searches at `search_url`. `llm` has base_url, api_key and model.
 
-    The question ends with `ask`, such as a request for the form of the answer.
+    `ask` is appended to the question, such as a request for the form of the answer.
 
     Raises AgentsException if the model's replies cannot be used, ConnectionError if the search is
     down, and openai.OpenAIError if the model's server fails.

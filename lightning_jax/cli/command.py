@@ -106,7 +106,7 @@ class Command(ABC):
                 is_list, is_optional = "nargs" in options, default is not MISSING
                 if is_list or is_optional:
                     options["nargs"] = ("*" if is_optional else "+") if is_list else "?"
-                # parse_intermixed_args takes the default away while a flag such as --help is read.
+                # parse_intermixed_args hides the default of a positional while it reads --help.
                 options["help"] = options["help"].replace("%(default)s", str(default))
                 parser.add_argument(item.name, **options)
             else:
