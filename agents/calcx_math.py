@@ -137,9 +137,11 @@ async def solve(
     `ask` is appended to the question, such as a request for the form of the answer. `rounds` is
     the number of calculations that the model must make before it answers; by default it decides.
 
-    Raises CalculatorBroken if the calculator failed a call, because no answer could be trusted
-    then.
+    Raises ValueError for `rounds` below 1, and CalculatorBroken if the calculator failed a call,
+    because no answer could be trusted then.
     """
+    if rounds is not None and rounds < 1:
+        raise ValueError(f"rounds is {rounds}; expected 1 or more.")
     tools: list[Any] = []
     if use_tool:
         calculator = shared_calculator()

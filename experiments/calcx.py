@@ -21,6 +21,8 @@ LOAD = "data.load=experiments/data/calcx.py:load_calcx"
 
 if __name__ == "__main__":
     exit_code = main(["train", LOAD, *sys.argv[1:]])
-    if client := sys.modules.get("calculator_client"):  # absent if agents have their own processes
-        print(f"calculator: {client.USAGE}")
+    client = sys.modules.get("calculator_client")  # absent if agents have their own processes
+    if client and (usage := client.USAGE).calls:
+        times = f"{usage.calls:,} calls in {usage.call_s:.1f} s, {usage.starts} starts in"
+        print(f"calculator: {times} {usage.start_s:.1f} s, {usage.broken} broken")
     sys.exit(exit_code)

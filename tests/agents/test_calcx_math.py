@@ -92,6 +92,13 @@ async def test_with_rounds_no_answer_is_a_wrong_one(reply: str) -> None:
         assert await calcx_math.run(TASK, server, rounds=1) == WRONG
 
 
+async def test_rounds_below_one_are_refused() -> None:
+    async with serving([]) as server:
+        with pytest.raises(ValueError, match="rounds is 0"):
+            await calcx_math.run(TASK, server, rounds=0)
+    assert server.bodies == []
+
+
 async def test_a_wrong_answer_and_none_at_all() -> None:
     for reply in ("The answer is 71.", "I do not know.", ""):
         async with serving([reply]) as server:
