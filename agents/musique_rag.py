@@ -63,8 +63,9 @@ SYSTEM = (
     "Then reply <answer>a few words</answer> and nothing else."
 )
 NOTHING_FOUND = "Nothing found."
-NO_MORE = "No more searches. Reply with the answer."
+NO_MORE = "No more searches. Reply with the answer between <answer> and </answer>."
 logging.getLogger("openai.agents").setLevel(logging.CRITICAL)  # failures are also raised
+ONE_CALL = ModelSettings(tool_choice="required", parallel_tool_calls=False)
 QUIET = RunConfig(tracing_disabled=True)  # send nothing to OpenAI, regardless of the environment
 
 Task = dict[str, Any]
@@ -78,6 +79,7 @@ class Library:
 
     search_url: str
     session: aiohttp.ClientSession
+    rounds: int | None = None  # searches before the answer; None: the model decides
     num_searches: int = 0
     seen: set[str] = field(default_factory=set)  # pids
 
@@ -101,7 +103,13 @@ class Library:
                 f"the search at {self.search_url} gave no answer ({type(error).__name__}: {error})"
             ) from error
         self.seen |= _pids(paragraphs)
-        return show(paragraphs)
+        found = show(paragraphs)
+        return found if self.is_open else f"{found}\n{NO_MORE}"
+
+    @property
+    def is_open(self) -> bool:
+        """False if the `rounds` searches that the model must make have been made."""
+        return self.rounds is None or self.num_searches < self.rounds
 
 
 def show(paragraphs: Sequence[Paragraph]) -> str:
@@ -119,10 +127,19 @@ def _on_failure(_: RunContextWrapper[Any], error: Exception) -> str:
     return 'Error: expected {"query": "..."}.'
 
 
-@function_tool(failure_error_function=_on_failure)
+@function_tool(failure_error_function=_on_failure, is_enabled=lambda of, _: of.context.is_open)
 async def search(context: RunContextWrapper[Library], query: str) -> str:
     """Find paragraphs of an encyclopedia."""
     return await context.context.find(query)
+
+
+class SearchingModel(OpenAIResponsesModel):
+    """The SDK's model, which requires one call wherever a tool is offered."""
+
+    async def get_response(self, *args: Any, **options: Any) -> Any:
+        if options["tools"]:
+            options["model_settings"] = options["model_settings"].resolve(ONE_CALL)
+        return await super().get_response(*args, **options)
 
 
 @cache
@@ -140,26 +157,38 @@ class Answered:
     items: list[Any]  # the conversation in the SDK's form
 
 
-async def answer(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS, ask: str = "") -> Answered:
+async def answer(
+    task: Task,
+    llm: Any,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    ask: str = "",
+    rounds: int | None = None,
+) -> Answered:
     """Answer `question` with searches at `search_url`. `llm` has base_url, api_key and model.
 
-    `ask` is appended to the question, such as a request for the form of the answer.
+    `ask` is appended to the question, such as a request for the form of the answer. `rounds` is
+    the number of searches that the model must make before it answers; by default it decides.
 
-    Raises AgentsException if the model's replies cannot be used, ConnectionError if the search is
-    down, and openai.OpenAIError if the model's server fails.
+    Raises ValueError for `rounds` outside 1 to MAX_SEARCHES, AgentsException if the model's replies
+    cannot be used, ConnectionError if the search is down, and openai.OpenAIError if the model's
+    server fails.
     """
+    if rounds is not None and not 1 <= rounds <= MAX_SEARCHES:
+        raise ValueError(f"rounds is {rounds}; expected 1 to {MAX_SEARCHES}.")
+    model_type = OpenAIResponsesModel if rounds is None else SearchingModel
     timeout = aiohttp.ClientTimeout(total=SEARCH_TIMEOUT_S)
     async with (
         openai.DefaultAsyncHttpxClient(verify=_tls()) as http,
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
         client = openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, http_client=http)
-        library = Library(task["search_url"].rstrip("/"), session)
+        library = Library(task["search_url"].rstrip("/"), session, rounds)
         agent = Agent[Library](
             name="researcher",
             instructions=SYSTEM,
             tools=[search],
-            model=OpenAIResponsesModel(model=llm.model, openai_client=client),
+            model=model_type(model=llm.model, openai_client=client),
             model_settings=ModelSettings(max_tokens=max_tokens),
         )
         try:
@@ -183,14 +212,19 @@ async def answer(task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS, ask: str
 
 
 async def run(
-    task: Task, llm: Any, *, max_tokens: int = MAX_TOKENS, ask: str = ""
+    task: Task,
+    llm: Any,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    ask: str = "",
+    rounds: int | None = None,
 ) -> dict[str, float]:
     """Return one rollout's `reward`, 0.9 * F1 + 0.1 * format, and metrics worth plotting.
 
     `em`, `f1` and `format` are parts of the reward. `recall` is the share of supporting paragraphs
     that the searches found. See `answer`.
     """
-    answered = await answer(task, llm, max_tokens=max_tokens, ask=ask)
+    answered = await answer(task, llm, max_tokens=max_tokens, ask=ask, rounds=rounds)
     supporting = set(task["supporting"])
     return score(answered.reply, task["answer"], task["answer_aliases"]) | {
         "searches": float(answered.num_searches),

@@ -172,6 +172,33 @@ async def test_a_question_ends_with_what_the_settings_ask() -> None:
     assert model.bodies[0]["input"] == [{"role": "user", "content": question}]
 
 
+async def test_rounds_require_searches_and_then_an_answer_without_the_tool() -> None:
+    replies = [query("maker"), ("search", "{}"), query("James Watt"), "<answer>Glasgow</answer>"]
+    async with serving(replies) as (model, search, task, llm):
+        result = await musique_rag.run(task, llm, rounds=2)
+    assert (result["reward"], result["searches"]) == (pytest.approx(1.0), 2.0)
+    assert search.queries == ["maker", "James Watt"]
+    *searching, answering = model.bodies
+    assert len(searching) == 3  # a call with wrong arguments is no search
+    for body in searching:
+        assert (body["tool_choice"], body["parallel_tool_calls"]) == ("required", False)
+        assert [tool["name"] for tool in body["tools"]] == ["search"]
+    assert not answering["tools"]
+    assert "tool_choice" not in answering
+    assert "parallel_tool_calls" not in answering
+    found = [item["output"] for item in answering["input"] if "output" in item]
+    assert found[-1] == f"Governor: It keeps a speed.\n{musique_rag.NO_MORE}"
+    assert musique_rag.NO_MORE not in "".join(found[:-1])
+
+
+@pytest.mark.parametrize("rounds", [0, musique_rag.MAX_SEARCHES + 1])
+async def test_rounds_have_limits(rounds: int) -> None:
+    async with serving(["<answer>Glasgow</answer>"]) as (model, _, task, llm):
+        with pytest.raises(ValueError, match=f"rounds is {rounds}; expected 1 to 6"):
+            await musique_rag.run(task, llm, rounds=rounds)
+    assert model.bodies == []
+
+
 async def test_a_half_right_answer_without_tags() -> None:
     async with serving(["University of Oslo"]) as (_, _, task, llm):
         result = await musique_rag.run(task, llm)
