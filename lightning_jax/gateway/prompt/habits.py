@@ -57,6 +57,8 @@ class Habits:
         unusual = [f"{what} {how}" for what, how in self.facts().items() if how]
         if not unusual:
             return "the chat template takes conversations as they are"
+        if unusual == ["thoughts left out"]:
+            return "the chat template takes conversations as they are, without thoughts"
         return (
             "the chat template does not support some parts of a conversation; instead: "
             f"{', '.join(unusual)}"

@@ -193,3 +193,8 @@ def test_a_template_that_takes_nothing_says_so() -> None:
     lost = habits_of(tiny_tokenizer().with_chat(template="always the same"))
     assert {how for what, how in lost.facts().items() if what != "thoughts"} == {"lost"}
     assert HERMES.name not in lost.describe()
+
+
+def test_the_log_names_thoughts_alone_without_alarm() -> None:
+    said = habits_of(TOKENIZERS["Qwen2.5"]).describe()
+    assert said == "the chat template takes conversations as they are, without thoughts"
