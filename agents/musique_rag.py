@@ -103,8 +103,8 @@ class Library:
                 f"the search at {self.search_url} gave no answer ({type(error).__name__}: {error})"
             ) from error
         self.seen |= _pids(paragraphs)
-        found = show(paragraphs)
-        return found if self.is_open else f"{found}\n{NO_MORE}"
+        text = show(paragraphs)
+        return text if self.is_open else f"{text}\n{NO_MORE}"
 
     @property
     def is_open(self) -> bool:
@@ -230,6 +230,11 @@ async def run(
         "searches": float(answered.num_searches),
         "recall": len(supporting & answered.seen) / max(len(supporting), 1),
     }
+
+
+def recall_of_attempt(task: Task, attempt: Any) -> float:
+    """Return the `recall` of a stored rollout, as a component of `rewards`."""
+    return attempt.metrics["recall"]
 
 
 # ---- Demonstrations ----------------------------------------------------------------------------

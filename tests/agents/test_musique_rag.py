@@ -191,6 +191,11 @@ async def test_rounds_require_searches_and_then_an_answer_without_the_tool() -> 
     assert musique_rag.NO_MORE not in "".join(found[:-1])
 
 
+def test_recall_can_be_a_component_of_the_reward() -> None:
+    attempt = SimpleNamespace(metrics={"recall": 0.5, "f1": 0.0})
+    assert musique_rag.recall_of_attempt(TASK, attempt) == 0.5
+
+
 @pytest.mark.parametrize("rounds", [0, musique_rag.MAX_SEARCHES + 1])
 async def test_rounds_have_limits(rounds: int) -> None:
     async with serving(["<answer>Glasgow</answer>"]) as (model, _, task, llm):
