@@ -63,7 +63,8 @@ SYSTEM = (
     "Then reply <answer>a few words</answer> and nothing else."
 )
 NOTHING_FOUND = "Nothing found."
-NO_MORE = "No more searches. Reply with the answer between <answer> and </answer>."
+NO_MORE = "No more searches. Reply with the answer."
+ANSWER = "Question: {}\nReply with the shortest answer, between <answer> and </answer>."
 logging.getLogger("openai.agents").setLevel(logging.CRITICAL)  # failures are also raised
 ONE_CALL = ModelSettings(tool_choice="required", parallel_tool_calls=False)
 QUIET = RunConfig(tracing_disabled=True)  # send nothing to OpenAI, regardless of the environment
@@ -77,6 +78,7 @@ Paragraph = dict[str, Any]  # pid, title, text
 class Library:
     """Search service and the paragraphs found so far."""
 
+    question: str  # repeated after the last of `rounds`
     search_url: str
     session: aiohttp.ClientSession
     rounds: int | None = None  # searches before the answer; None: the model decides
@@ -104,7 +106,7 @@ class Library:
             ) from error
         self.seen |= _pids(paragraphs)
         text = show(paragraphs)
-        return text if self.is_open else f"{text}\n{NO_MORE}"
+        return text if self.is_open else f"{text}\n\n{ANSWER.format(self.question)}"
 
     @property
     def is_open(self) -> bool:
@@ -168,7 +170,8 @@ async def answer(
     """Answer `question` with searches at `search_url`. `llm` has base_url, api_key and model.
 
     `ask` is appended to the question, such as a request for the form of the answer. `rounds` is
-    the number of searches that the model must make before it answers; by default it decides.
+    the number of searches that the model must make before it answers; by default it decides. The
+    last result then repeats the question, for models that lose sight of it.
 
     Raises ValueError for `rounds` outside 1 to MAX_SEARCHES, AgentsException if the model's replies
     cannot be used, ConnectionError if the search is down, and openai.OpenAIError if the model's
@@ -183,7 +186,7 @@ async def answer(
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
         client = openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, http_client=http)
-        library = Library(task["search_url"].rstrip("/"), session, rounds)
+        library = Library(task["question"], task["search_url"].rstrip("/"), session, rounds)
         agent = Agent[Library](
             name="researcher",
             instructions=SYSTEM,

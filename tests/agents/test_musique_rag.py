@@ -187,8 +187,9 @@ async def test_rounds_require_searches_and_then_an_answer_without_the_tool() -> 
     assert "tool_choice" not in answering
     assert "parallel_tool_calls" not in answering
     found = [item["output"] for item in answering["input"] if "output" in item]
-    assert found[-1] == f"Governor: It keeps a speed.\n{musique_rag.NO_MORE}"
-    assert musique_rag.NO_MORE not in "".join(found[:-1])
+    answer = "Reply with the shortest answer, between <answer> and </answer>."
+    assert found[-1] == f"Governor: It keeps a speed.\n\nQuestion: {TASK['question']}\n{answer}"
+    assert answer not in "".join(found[:-1])
 
 
 def test_recall_can_be_a_component_of_the_reward() -> None:
