@@ -42,6 +42,7 @@ try:
         RunConfig,
         RunContextWrapper,
         Runner,
+        ToolsToFinalOutputResult,
         UserError,
         function_tool,
     )
@@ -78,11 +79,11 @@ Paragraph = dict[str, Any]  # pid, title, text
 class Library:
     """Search service and the paragraphs found so far."""
 
-    question: str  # repeated after the last of `rounds`
     search_url: str
     session: aiohttp.ClientSession
     rounds: int | None = None  # searches before the answer; None: the model decides
     num_searches: int = 0
+    texts: list[str] = field(default_factory=list)  # results
     seen: set[str] = field(default_factory=set)  # pids
 
     async def find(self, query: str) -> str:
@@ -105,8 +106,8 @@ class Library:
                 f"the search at {self.search_url} gave no answer ({type(error).__name__}: {error})"
             ) from error
         self.seen |= _pids(paragraphs)
-        text = show(paragraphs)
-        return text if self.is_open else f"{text}\n\n{ANSWER.format(self.question)}"
+        self.texts.append(show(paragraphs))
+        return self.texts[-1]
 
     @property
     def is_open(self) -> bool:
@@ -129,19 +130,15 @@ def _on_failure(_: RunContextWrapper[Any], error: Exception) -> str:
     return 'Error: expected {"query": "..."}.'
 
 
-@function_tool(failure_error_function=_on_failure, is_enabled=lambda of, _: of.context.is_open)
+@function_tool(failure_error_function=_on_failure)
 async def search(context: RunContextWrapper[Library], query: str) -> str:
     """Find paragraphs of an encyclopedia."""
     return await context.context.find(query)
 
 
-class SearchingModel(OpenAIResponsesModel):
-    """The SDK's model, which requires one call wherever a tool is offered."""
-
-    async def get_response(self, *args: Any, **options: Any) -> Any:
-        if options["tools"]:
-            options["model_settings"] = options["model_settings"].resolve(ONE_CALL)
-        return await super().get_response(*args, **options)
+def _end_of_search(of: RunContextWrapper[Library], _: Any) -> ToolsToFinalOutputResult:
+    """End the searcher's run after the last of `rounds`."""
+    return ToolsToFinalOutputResult(not of.context.is_open, "")
 
 
 @cache
@@ -170,8 +167,8 @@ async def answer(
     """Answer `question` with searches at `search_url`. `llm` has base_url, api_key and model.
 
     `ask` is appended to the question, such as a request for the form of the answer. `rounds` is
-    the number of searches that the model must make before it answers; by default it decides. The
-    last result then repeats the question, for models that lose sight of it.
+    the number of searches that the model must make; by default it decides. A second agent, which is
+    shown what they found and the question, then answers.
 
     Raises ValueError for `rounds` outside 1 to MAX_SEARCHES, AgentsException if the model's replies
     cannot be used, ConnectionError if the search is down, and openai.OpenAIError if the model's
@@ -179,29 +176,39 @@ async def answer(
     """
     if rounds is not None and not 1 <= rounds <= MAX_SEARCHES:
         raise ValueError(f"rounds is {rounds}; expected 1 to {MAX_SEARCHES}.")
-    model_type = OpenAIResponsesModel if rounds is None else SearchingModel
     timeout = aiohttp.ClientTimeout(total=SEARCH_TIMEOUT_S)
     async with (
         openai.DefaultAsyncHttpxClient(verify=_tls()) as http,
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
         client = openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, http_client=http)
-        library = Library(task["question"], task["search_url"].rstrip("/"), session, rounds)
+        library = Library(task["search_url"].rstrip("/"), session, rounds)
+        settings = ModelSettings(max_tokens=max_tokens)
         agent = Agent[Library](
             name="researcher",
             instructions=SYSTEM,
             tools=[search],
-            model=model_type(model=llm.model, openai_client=client),
-            model_settings=ModelSettings(max_tokens=max_tokens),
+            model=OpenAIResponsesModel(model=llm.model, openai_client=client),
+            model_settings=settings,
         )
+        limits: dict[str, Any] = {
+            "context": library,
+            "max_turns": MAX_SEARCHES + 2,  # one over the limit, one for the answer
+            "run_config": QUIET,
+        }
+        question = f"{task['question']}\n{ask}" if ask else task["question"]
         try:
-            result = await Runner.run(
-                agent,
-                f"{task['question']}\n{ask}" if ask else task["question"],
-                context=library,
-                max_turns=MAX_SEARCHES + 2,  # one over the limit, one for the answer
-                run_config=QUIET,
-            )
+            if rounds is not None:
+                searcher = agent.clone(
+                    model_settings=settings.resolve(ONE_CALL),
+                    reset_tool_choice=False,
+                    tool_use_behavior=_end_of_search,
+                )
+                await Runner.run(searcher, question, **limits)
+                agent = agent.clone(name="reader", instructions=None, tools=[])
+                texts = "\n".join(library.texts)
+                question = f"{texts}\n\n{ANSWER.format(task['question'])}"
+            result = await Runner.run(agent, question, **limits)
         except UserError as error:  # the SDK wraps a tool's exceptions in this
             if isinstance(error.__cause__, ConnectionError):
                 raise error.__cause__ from None

@@ -172,24 +172,32 @@ async def test_a_question_ends_with_what_the_settings_ask() -> None:
     assert model.bodies[0]["input"] == [{"role": "user", "content": question}]
 
 
-async def test_rounds_require_searches_and_then_an_answer_without_the_tool() -> None:
+async def test_rounds_require_searches_and_then_a_reader_answers() -> None:
     replies = [query("maker"), ("search", "{}"), query("James Watt"), "<answer>Glasgow</answer>"]
     async with serving(replies) as (model, search, task, llm):
-        result = await musique_rag.run(task, llm, rounds=2)
+        result = await musique_rag.run(task, llm, rounds=2, ask="Be brief.")
     assert (result["reward"], result["searches"]) == (pytest.approx(1.0), 2.0)
     assert search.queries == ["maker", "James Watt"]
-    *searching, answering = model.bodies
+    *searching, reading = model.bodies
     assert len(searching) == 3  # a call with wrong arguments is no search
     for body in searching:
         assert (body["tool_choice"], body["parallel_tool_calls"]) == ("required", False)
         assert [tool["name"] for tool in body["tools"]] == ["search"]
-    assert not answering["tools"]
-    assert "tool_choice" not in answering
-    assert "parallel_tool_calls" not in answering
-    found = [item["output"] for item in answering["input"] if "output" in item]
-    answer = "Reply with the shortest answer, between <answer> and </answer>."
-    assert found[-1] == f"Governor: It keeps a speed.\n\nQuestion: {TASK['question']}\n{answer}"
-    assert answer not in "".join(found[:-1])
+        assert body["input"][0]["content"] == f"{TASK['question']}\nBe brief."
+    assert not reading["tools"]
+    assert not {"tool_choice", "parallel_tool_calls", "instructions"} & reading.keys()
+    text = (
+        "Lap Engine: It was made by James Watt.\nRotative engine: A kind of engine.\n"
+        f"Governor: It keeps a speed.\n\nQuestion: {TASK['question']}\n"
+        "Reply with the shortest answer, between <answer> and </answer>."
+    )
+    assert reading["input"] == [{"role": "user", "content": text}]
+
+
+async def test_a_search_that_is_down_ends_required_searches() -> None:
+    async with serving([query("maker")], Search(503)) as (_, _, task, llm):
+        with pytest.raises(ConnectionError, match="gave no answer"):
+            await musique_rag.run(task, llm, rounds=1)
 
 
 def test_recall_can_be_a_component_of_the_reward() -> None:
