@@ -42,7 +42,6 @@ try:
         RunConfig,
         RunContextWrapper,
         Runner,
-        ToolsToFinalOutputResult,
         UserError,
         function_tool,
     )
@@ -65,7 +64,7 @@ SYSTEM = (
 )
 NOTHING_FOUND = "Nothing found."
 NO_MORE = "No more searches. Reply with the answer."
-ANSWER = "Question: {}\nReply with the shortest answer, between <answer> and </answer>."
+ANSWER = "\nQuestion: {}\nReply with the shortest answer, between <answer> and </answer>."
 logging.getLogger("openai.agents").setLevel(logging.CRITICAL)  # failures are also raised
 ONE_CALL = ModelSettings(tool_choice="required", parallel_tool_calls=False)
 QUIET = RunConfig(tracing_disabled=True)  # send nothing to OpenAI, regardless of the environment
@@ -81,7 +80,6 @@ class Library:
 
     search_url: str
     session: aiohttp.ClientSession
-    rounds: int | None = None  # searches before the answer; None: the model decides
     num_searches: int = 0
     texts: list[str] = field(default_factory=list)  # results
     seen: set[str] = field(default_factory=set)  # pids
@@ -109,11 +107,6 @@ class Library:
         self.texts.append(show(paragraphs))
         return self.texts[-1]
 
-    @property
-    def is_open(self) -> bool:
-        """False if the `rounds` searches that the model must make have been made."""
-        return self.rounds is None or self.num_searches < self.rounds
-
 
 def show(paragraphs: Sequence[Paragraph]) -> str:
     """Format paragraphs for the model, one per line."""
@@ -134,11 +127,6 @@ def _on_failure(_: RunContextWrapper[Any], error: Exception) -> str:
 async def search(context: RunContextWrapper[Library], query: str) -> str:
     """Find paragraphs of an encyclopedia."""
     return await context.context.find(query)
-
-
-def _end_of_search(of: RunContextWrapper[Library], _: Any) -> ToolsToFinalOutputResult:
-    """End the searcher's run after the last of `rounds`."""
-    return ToolsToFinalOutputResult(not of.context.is_open, "")
 
 
 @cache
@@ -167,8 +155,8 @@ async def answer(
     """Answer `question` with searches at `search_url`. `llm` has base_url, api_key and model.
 
     `ask` is appended to the question, such as a request for the form of the answer. `rounds` is
-    the number of searches that the model must make; by default it decides. A second agent, which is
-    shown what they found and the question, then answers.
+    the number of searches that the model must make; by default it decides. Each request then shows
+    what was found before and the question, and a second agent answers.
 
     Raises ValueError for `rounds` outside 1 to MAX_SEARCHES, AgentsException if the model's replies
     cannot be used, ConnectionError if the search is down, and openai.OpenAIError if the model's
@@ -182,7 +170,7 @@ async def answer(
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
         client = openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, http_client=http)
-        library = Library(task["search_url"].rstrip("/"), session, rounds)
+        library = Library(task["search_url"].rstrip("/"), session)
         settings = ModelSettings(max_tokens=max_tokens)
         agent = Agent[Library](
             name="researcher",
@@ -201,13 +189,12 @@ async def answer(
             if rounds is not None:
                 searcher = agent.clone(
                     model_settings=settings.resolve(ONE_CALL),
-                    reset_tool_choice=False,
-                    tool_use_behavior=_end_of_search,
+                    tool_use_behavior="stop_on_first_tool",
                 )
-                await Runner.run(searcher, question, **limits)
+                for _ in range(rounds):
+                    await Runner.run(searcher, "\n".join([*library.texts, question]), **limits)
                 agent = agent.clone(name="reader", instructions=None, tools=[])
-                texts = "\n".join(library.texts)
-                question = f"{texts}\n\n{ANSWER.format(task['question'])}"
+                question = "\n".join([*library.texts, ANSWER.format(task["question"])])
             result = await Runner.run(agent, question, **limits)
         except UserError as error:  # the SDK wraps a tool's exceptions in this
             if isinstance(error.__cause__, ConnectionError):

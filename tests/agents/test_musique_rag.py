@@ -175,23 +175,28 @@ async def test_a_question_ends_with_what_the_settings_ask() -> None:
 async def test_rounds_require_searches_and_then_a_reader_answers() -> None:
     replies = [query("maker"), ("search", "{}"), query("James Watt"), "<answer>Glasgow</answer>"]
     async with serving(replies) as (model, search, task, llm):
-        result = await musique_rag.run(task, llm, rounds=2, ask="Be brief.")
+        result = await musique_rag.run(task, llm, rounds=3, ask="Be brief.")
     assert (result["reward"], result["searches"]) == (pytest.approx(1.0), 2.0)
     assert search.queries == ["maker", "James Watt"]
     *searching, reading = model.bodies
-    assert len(searching) == 3  # a call with wrong arguments is no search
     for body in searching:
         assert (body["tool_choice"], body["parallel_tool_calls"]) == ("required", False)
         assert [tool["name"] for tool in body["tools"]] == ["search"]
-        assert body["input"][0]["content"] == f"{TASK['question']}\nBe brief."
     assert not reading["tools"]
     assert not {"tool_choice", "parallel_tool_calls", "instructions"} & reading.keys()
-    text = (
-        "Lap Engine: It was made by James Watt.\nRotative engine: A kind of engine.\n"
-        f"Governor: It keeps a speed.\n\nQuestion: {TASK['question']}\n"
-        "Reply with the shortest answer, between <answer> and </answer>."
-    )
-    assert reading["input"] == [{"role": "user", "content": text}]
+    first = "Lap Engine: It was made by James Watt.\nRotative engine: A kind of engine.\n"
+    second = "Governor: It keeps a speed.\n"
+    question = f"{TASK['question']}\nBe brief."
+    answer = "Reply with the shortest answer, between <answer> and </answer>."
+    assert [body["input"] for body in model.bodies] == [
+        [{"role": "user", "content": text}]
+        for text in (
+            question,
+            first + question,
+            first + question,  # a call with wrong arguments finds nothing
+            f"{first}{second}\nQuestion: {TASK['question']}\n{answer}",
+        )
+    ]
 
 
 async def test_a_search_that_is_down_ends_required_searches() -> None:
