@@ -155,8 +155,9 @@ async def answer(
     """Answer `question` with searches at `search_url`. `llm` has base_url, api_key and model.
 
     `ask` is appended to the question, such as a request for the form of the answer. `rounds` is
-    the number of searches that the model must make; by default it decides. Each request then shows
-    what was found before and the question, and a second agent answers.
+    the number of searches that the model must make; by default it decides. With
+    `rounds`, each request repeats the question after the results so far, and a second agent writes
+    the answer.
 
     Raises ValueError for `rounds` outside 1 to MAX_SEARCHES, AgentsException if the model's replies
     cannot be used, ConnectionError if the search is down, and openai.OpenAIError if the model's
@@ -179,7 +180,7 @@ async def answer(
             model=OpenAIResponsesModel(model=llm.model, openai_client=client),
             model_settings=settings,
         )
-        limits: dict[str, Any] = {
+        options: dict[str, Any] = {
             "context": library,
             "max_turns": MAX_SEARCHES + 2,  # one over the limit, one for the answer
             "run_config": QUIET,
@@ -192,10 +193,10 @@ async def answer(
                     tool_use_behavior="stop_on_first_tool",
                 )
                 for _ in range(rounds):
-                    await Runner.run(searcher, "\n".join([*library.texts, question]), **limits)
+                    await Runner.run(searcher, "\n".join([*library.texts, question]), **options)
                 agent = agent.clone(name="reader", instructions=None, tools=[])
                 question = "\n".join([*library.texts, ANSWER.format(task["question"])])
-            result = await Runner.run(agent, question, **limits)
+            result = await Runner.run(agent, question, **options)
         except UserError as error:  # the SDK wraps a tool's exceptions in this
             if isinstance(error.__cause__, ConnectionError):
                 raise error.__cause__ from None
