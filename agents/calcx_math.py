@@ -129,13 +129,12 @@ async def solve(
     *,
     use_tool: bool = True,
     max_tokens: int = MAX_TOKENS,
-    ask: str = "",
     rounds: int | None = None,
 ) -> TaskResult:
     """Return the finished conversation. `llm` has base_url, api_key and model.
 
-    `ask` is appended to the question, such as a request for the form of the answer. `rounds` is
-    the number of calculations that the model must make before it answers; by default it decides.
+    If `llm` has a prompt `ask`, that stands after the question. `rounds` is the number of
+    calculations that the model must make before it answers; by default it decides.
 
     Raises ValueError for `rounds` below 1, and CalculatorBroken if the calculator failed a call,
     because no answer could be trusted then.
@@ -167,6 +166,7 @@ async def solve(
             max_tool_iterations=MAX_CALLS if rounds is None else rounds,
             reflect_on_tool_use=rounds is not None,  # the answer, by a request without tools
         )
+        ask = getattr(llm, "prompts", {}).get("ask", "")
         question = f"{task['question']}\n{ask}" if ask else task["question"]
         async with aclosing(agent.run_stream(task=question)) as events:
             async for event in events:
@@ -188,14 +188,13 @@ async def run(
     llm: Any,
     *,
     max_tokens: int = MAX_TOKENS,
-    ask: str = "",
     rounds: int | None = None,
 ) -> dict[str, float]:
     """Return the reward of one rollout, and whether Calc-X's own evaluation accepts its answer.
 
     See `solve`.
     """
-    result = await solve(task, llm, max_tokens=max_tokens, ask=ask, rounds=rounds)
+    result = await solve(task, llm, max_tokens=max_tokens, rounds=rounds)
     return score(task["result"], final_reply(result))
 
 

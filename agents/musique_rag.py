@@ -149,15 +149,13 @@ async def answer(
     llm: Any,
     *,
     max_tokens: int = MAX_TOKENS,
-    ask: str = "",
     rounds: int | None = None,
 ) -> Answered:
     """Answer `question` with searches at `search_url`. `llm` has base_url, api_key and model.
 
-    `ask` is appended to the question, such as a request for the form of the answer. `rounds` is
-    the number of searches that the model must make; by default it decides. With
-    `rounds`, each request repeats the question after the results so far, and a second agent writes
-    the answer.
+    If `llm` has a prompt `ask`, that stands after the question. `rounds` is the number of searches
+    that the model must make; by default it decides. With `rounds`, each request repeats the
+    question after the results so far, and a second agent writes the answer.
 
     Raises ValueError for `rounds` outside 1 to MAX_SEARCHES, AgentsException if the model's replies
     cannot be used, ConnectionError if the search is down, and openai.OpenAIError if the model's
@@ -185,6 +183,7 @@ async def answer(
             "max_turns": MAX_SEARCHES + 2,  # one over the limit, one for the answer
             "run_config": QUIET,
         }
+        ask = getattr(llm, "prompts", {}).get("ask", "")
         question = f"{task['question']}\n{ask}" if ask else task["question"]
         try:
             if rounds is not None:
@@ -214,7 +213,6 @@ async def run(
     llm: Any,
     *,
     max_tokens: int = MAX_TOKENS,
-    ask: str = "",
     rounds: int | None = None,
 ) -> dict[str, float]:
     """Return one rollout's `reward`, 0.9 * F1 + 0.1 * format, and metrics worth plotting.
@@ -222,7 +220,7 @@ async def run(
     `em`, `f1` and `format` are parts of the reward. `recall` is the share of supporting paragraphs
     that the searches found. See `answer`.
     """
-    answered = await answer(task, llm, max_tokens=max_tokens, ask=ask, rounds=rounds)
+    answered = await answer(task, llm, max_tokens=max_tokens, rounds=rounds)
     supporting = set(task["supporting"])
     return score(answered.reply, task["answer"], task["answer_aliases"]) | {
         "searches": float(answered.num_searches),

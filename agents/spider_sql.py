@@ -217,13 +217,14 @@ async def answer(
     verdict_tokens: int = MAX_VERDICT_TOKENS,
     max_turns: int = MAX_TURNS,
     typed: bool = False,
-    ask: str = "",
 ) -> State:
     """Return the finished workflow's state; `sql` is the answer.
 
-    `llm` has base_url, api_key and model. With `max_turns` 1 the first query is the answer, without
-    a check. `typed` and `ask` are those of `first_messages`.
+    `llm` has base_url, api_key and model. If it has a prompt `ask`, that stands after the question.
+    With `max_turns` 1 the first query is the answer, without a check. `typed` is that of
+    `first_messages`.
     """
+    ask = getattr(llm, "prompts", {}).get("ask", "")
     async with openai.DefaultAsyncHttpxClient(verify=_tls()) as http:
         chat = ChatOpenAI(
             base_url=llm.base_url,
@@ -252,7 +253,6 @@ async def run(
     verdict_tokens: int = MAX_VERDICT_TOKENS,
     max_turns: int = MAX_TURNS,
     typed: bool = False,
-    ask: str = "",
 ) -> dict[str, float]:
     """Return the reward of the final query, and whether Spider's own evaluation accepts it.
 
@@ -265,7 +265,6 @@ async def run(
         verdict_tokens=verdict_tokens,
         max_turns=max_turns,
         typed=typed,
-        ask=ask,
     )
     return await asyncio.to_thread(score, task, final["sql"])
 

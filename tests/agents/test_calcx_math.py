@@ -69,9 +69,10 @@ async def test_a_solution_in_two_calculations() -> None:
     assert server.other_paths == []
 
 
-async def test_a_question_ends_with_what_the_settings_ask() -> None:
+async def test_a_question_ends_with_the_prompt_ask() -> None:
     async with serving(["The answer is 72."]) as server:
-        assert await calcx_math.run(TASK, server, ask="Be brief.") == RIGHT
+        server.prompts["ask"] = "Be brief."
+        assert await calcx_math.run(TASK, server) == RIGHT
     question = {"role": "user", "content": f"{TASK['question']}\nBe brief."}
     assert server.bodies[0]["messages"] == [FIRST[0], question]
 

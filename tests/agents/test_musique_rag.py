@@ -138,7 +138,7 @@ async def serving(
     async with TestServer(app, handler_cancellation=True) as server:
         search.url = str(server.make_url("/")).rstrip("/")
         llm = SimpleNamespace(
-            base_url=f"{search.url}/rollout/r1/v1", api_key="secret", model="policy"
+            base_url=f"{search.url}/rollout/r1/v1", api_key="secret", model="policy", prompts={}
         )
         yield model, search, TASK | {"search_url": search.url}, llm
 
@@ -164,9 +164,10 @@ async def test_it_searches_and_answers() -> None:
     assert model.other_paths == []  # no traces are sent
 
 
-async def test_a_question_ends_with_what_the_settings_ask() -> None:
+async def test_a_question_ends_with_the_prompt_ask() -> None:
     async with serving(["<answer>Glasgow</answer>"]) as (model, _, task, llm):
-        result = await musique_rag.run(task, llm, ask="Be brief.")
+        llm.prompts["ask"] = "Be brief."
+        result = await musique_rag.run(task, llm)
     assert result["reward"] == pytest.approx(1.0)
     question = f"{TASK['question']}\nBe brief."
     assert model.bodies[0]["input"] == [{"role": "user", "content": question}]
@@ -175,7 +176,8 @@ async def test_a_question_ends_with_what_the_settings_ask() -> None:
 async def test_rounds_require_searches_and_then_a_reader_answers() -> None:
     replies = [query("maker"), ("search", "{}"), query("James Watt"), "<answer>Glasgow</answer>"]
     async with serving(replies) as (model, search, task, llm):
-        result = await musique_rag.run(task, llm, rounds=3, ask="Be brief.")
+        llm.prompts["ask"] = "Be brief."
+        result = await musique_rag.run(task, llm, rounds=3)
     assert (result["reward"], result["searches"]) == (pytest.approx(1.0), 2.0)
     assert search.queries == ["maker", "James Watt"]
     *searching, reading = model.bodies

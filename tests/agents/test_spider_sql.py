@@ -58,7 +58,8 @@ async def test_limits_are_settings(task: dict[str, Any]) -> None:
 async def test_one_query_may_be_all(task: dict[str, Any]) -> None:
     ask = "Reply with one query."
     async with serving(["SELECT nothing"]) as server:
-        assert await spider_sql.run(task, server, max_turns=1, typed=True, ask=ask) == WRONG
+        server.prompts["ask"] = ask
+        assert await spider_sql.run(task, server, max_turns=1, typed=True) == WRONG
     assert server.agents == ["writer"]
     schema, question = server.bodies[0]["messages"][1]["content"].split("\n\n")
     assert question == f"Question: What are the names of the dogs?\n{ask}"
