@@ -254,8 +254,9 @@ def hint(task: Task) -> str:
     docs/howto/learn_from_hints.md says what a teacher does with it.
     """
     expression = in_one_expression(task)
-    first = f"Use the calculator for {expression}. " if expression else ""
-    return f"{first}The answer is {task['result']}."
+    if not expression:
+        return f"The answer is {task['result']}."
+    return f"The right expression is {expression}, and the answer is {task['result']}."
 
 
 def demonstrate(tasks: Sequence[Task]) -> list[dict[str, Any]]:

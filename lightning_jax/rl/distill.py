@@ -7,7 +7,8 @@ scores only the sampled tokens gives advantages instead.
 
 The policy never reads a hint. It stands at the end of the last message before a conversation's
 first response, which is the question. Later calls of the conversation have it at the same place, so
-the teacher's sequences of a rollout share their beginnings like the policy's:
+the teacher's sequences of a rollout share their beginnings like the policy's. So do calls whose
+prompt begins otherwise and repeats that message, such as one without tools:
 
     policy    [system][user ... <end>][assistant response]
     teacher   [system][user ... HINT <end>][assistant response]
@@ -198,15 +199,25 @@ def hint_positions(prompts: Sequence[TokenIds], end_id: int) -> list[int | None]
     positions: list[int | None] = []
     for prompt in prompts:
         prefixes = [start for start in begun if prompt[: len(start)] == start]
+        ends = [index for index, token in enumerate(prompt) if token == end_id]
         if prefixes:
             positions.append(max(map(len, prefixes)) - 1)
-        elif end_id in prompt:
-            position = len(prompt) - 1 - prompt[::-1].index(end_id)
+        elif ends:
+            questions = {_last_message(start, end_id) for start in begun}
+            repeated = (i for i in ends if _last_message(prompt[: i + 1], end_id) in questions)
+            position = next(repeated, ends[-1])
             begun.append(prompt[: position + 1])
             positions.append(position)
         else:  # not made of messages
             positions.append(None)
     return positions
+
+
+def _last_message(start: TokenIds, end_id: int) -> TokenIds:
+    """Return the last message of a conversation that ends with `end_id`, and its end."""
+    others = start[:-1][::-1]
+    length = others.index(end_id) if end_id in others else len(others)
+    return start[len(others) - length :]
 
 
 def insert_hints(

@@ -47,7 +47,7 @@ def test_each_signal_is_a_config_of_each_task(task: str, signal: str) -> None:
                 "chain": '<gadget id="calculator">2 + 3</gadget><output>5</output>',
                 "result": "5",
             },
-            "Use the calculator for 2 + 3. The answer is 5.",
+            "The right expression is 2 + 3, and the answer is 5.",
         ),
     ],
 )

@@ -323,6 +323,16 @@ def test_another_conversation_has_a_place_of_its_own():
     assert hint_positions([(*first[:3], 4, END, 5), first], END) == [4, 2]
 
 
+def test_a_question_that_another_prompt_repeats_has_its_hint_there():
+    """A call without tools has another system message, and ends with what the tool returned."""
+    first = (1, 9, END, 2, 3, END, 5)
+    untooled = (1, END, 2, 3, END, 5, 6, END, 7, END, 5)
+    assert hint_positions([first, untooled, (*untooled, 8, END, 5)], END) == [5, 4, 4]
+    # Only the whole message counts.
+    assert hint_positions([first, (1, END, 3, END, 4, END, 5)], END) == [5, 5]
+    assert hint_positions([(2, END, 5), (4, 2, END, 6, END)], END) == [1, 4]
+
+
 def test_a_prompt_without_messages_has_no_place():
     assert insert_hints([(1, 2, 3), (1, END)], HINT, END) == [None, (1, *HINT, END)]
     assert insert_hints([], HINT, END) == []
