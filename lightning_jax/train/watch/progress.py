@@ -57,15 +57,18 @@ class Progress(Hook):
         self._phases[phase] = (min(done + 1, total), total)
 
     def line(self) -> str:
-        """Return such as `train 0: 12 of 48 rollouts, 310 tokens/s, 900 prompt tokens/s, 14 s`."""
+        """Return such as `train 0: 12 of 48 rollouts, 310 tokens/s, 900 prompt tokens/s, 14 s`.
+
+        A phase that counts no rollouts, such as a search for prompts, has its tokens if any.
+        """
         seconds = time.monotonic() - self._started
         parts, word = [], " rollouts"
         for phase, (done, total) in self._phases.items():
             parts.append(f"{phase}: {done} of {total}{word}" if total else phase)
             word = "" if total else word
-        if not word:
-            now, before, elapsed = self._count(), self._before, max(seconds, 1e-3)
-            sampled, read = now.sampled - before.sampled, now.read - before.read
+        now, before, elapsed = self._count(), self._before, max(seconds, 1e-3)
+        sampled, read = now.sampled - before.sampled, now.read - before.read
+        if not word or sampled or read:
             parts.append(f"{sampled / elapsed:.0f} tokens/s, {read / elapsed:.0f} prompt tokens/s")
             if now.compiling:
                 parts.append(f"compiling {now.compiling:.0f}")

@@ -41,6 +41,18 @@ def test_prompts_count_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -
     assert numbers(progress.line()) == [0, 0, 4, 2, 300, 10]
 
 
+def test_tokens_count_without_a_number_of_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for prompts does not know how many rollouts it will need."""
+    now, counts = [0.0], [Work()]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    progress = Progress(lambda: counts[0])
+    progress.begin_phase("prompts 0")
+    now[0] = 10.0
+    assert numbers(progress.line()) == [0, 10]
+    counts[0] = Work(50.0, 700.0)
+    assert numbers(progress.line()) == [0, 5, 70, 10]
+
+
 def test_a_compilation_is_shown_while_nothing_is_sampled() -> None:
     stats = {"serve/tokens_generated": 0.0, "serve/compiling": 2.0}
     progress = Progress(lambda: count_work(stats))
