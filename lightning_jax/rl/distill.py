@@ -6,9 +6,9 @@ tokens that it finds likeliest. The loss is the KL to these (`losses/surrogates.
 scores only the sampled tokens gives advantages instead.
 
 The policy never reads a hint. It stands at the end of the last message before a conversation's
-first response, which is the question. Later calls of the conversation have it at the same place, so
-the teacher's sequences of a rollout share their beginnings like the policy's. So do calls whose
-prompt begins otherwise and repeats that message, such as one without tools:
+first response, which is the question. A call that begins otherwise but repeats that message, such
+as one without tools, also has the hint there. Later calls of a conversation have it at the same
+place, so the teacher's sequences of a rollout share their beginnings like the policy's:
 
     policy    [system][user ... <end>][assistant response]
     teacher   [system][user ... HINT <end>][assistant response]
@@ -196,28 +196,29 @@ def hint_positions(prompts: Sequence[TokenIds], end_id: int) -> list[int | None]
     `prompts` are in the order of the calls. `end_id` ends a message.
     """
     begun: list[TokenIds] = []  # conversations, up to the end of the message before a response
+    questions: set[TokenIds] = set()  # these messages
     positions: list[int | None] = []
     for prompt in prompts:
         prefixes = [start for start in begun if prompt[: len(start)] == start]
-        ends = [index for index, token in enumerate(prompt) if token == end_id]
         if prefixes:
             positions.append(max(map(len, prefixes)) - 1)
-        elif ends:
-            questions = {_last_message(start, end_id) for start in begun}
-            repeated = (i for i in ends if _last_message(prompt[: i + 1], end_id) in questions)
-            position = next(repeated, ends[-1])
+        elif end_id in prompt:
+            messages = _messages(prompt, end_id)
+            repeated = (item for item in messages if item[1] in questions)
+            position, question = next(repeated, messages[-1])
             begun.append(prompt[: position + 1])
+            questions.add(question)
             positions.append(position)
         else:  # not made of messages
             positions.append(None)
     return positions
 
 
-def _last_message(start: TokenIds, end_id: int) -> TokenIds:
-    """Return the last message of a conversation that ends with `end_id`, and its end."""
-    others = start[:-1][::-1]
-    length = others.index(end_id) if end_id in others else len(others)
-    return start[len(others) - length :]
+def _messages(prompt: TokenIds, end_id: int) -> list[tuple[int, TokenIds]]:
+    """Return (the index of its end, its ids before the end) for each message of a prompt."""
+    ends = [index for index, token in enumerate(prompt) if token == end_id]
+    starts = [0, *(end + 1 for end in ends)]
+    return [(end, prompt[start:end]) for start, end in zip(starts, ends, strict=False)]
 
 
 def insert_hints(

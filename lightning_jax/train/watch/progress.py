@@ -59,7 +59,7 @@ class Progress(Hook):
     def line(self) -> str:
         """Return such as `train 0: 12 of 48 rollouts, 310 tokens/s, 900 prompt tokens/s, 14 s`.
 
-        A phase that counts no rollouts, such as a search for prompts, has its tokens if any.
+        A phase that counts no rollouts, such as a search for prompts, shows tokens once it has any.
         """
         seconds = time.monotonic() - self._started
         parts, word = [], " rollouts"
