@@ -174,7 +174,7 @@ def _make_run(
         FiniteWatch(replica.policies, config.algorithm.max_nonfinite_steps),
         PackingWatch(config.batch),
         DropWatch(config.batch),
-        UnusedWatch(collector.reader, collector.groups.store),
+        UnusedWatch(collector.reader, collector.groups.store, has_prompts=bool(config.prompts)),
         GamingWatch(config.rewards),
         LearningWatch(),
     ]

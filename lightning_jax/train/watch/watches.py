@@ -1,5 +1,6 @@
 """Warnings and errors about steps that learn too little, or something else than is wanted."""
 
+import json
 import logging
 import math
 import re
@@ -14,7 +15,8 @@ from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rollouts.config import RewardConfig
 from lightning_jax.rollouts.results.audit import most_overrated
 from lightning_jax.rollouts.results.metrics import metric_code
-from lightning_jax.traces.rewards import find_events
+from lightning_jax.traces import attributes
+from lightning_jax.traces.rewards import Decode, find_events
 from lightning_jax.traces.store import Store
 from lightning_jax.traces.trajectories import TraceReader
 from lightning_jax.train.hook import Hook
@@ -196,17 +198,24 @@ def change(values: Sequence[float]) -> float:
     return difference / max(error, 1e-9)
 
 
-class UnusedWatch(Hook):
-    """One-time warning about each role, policy and reward rule that no call of a step matched."""
+Trace = tuple[Sequence[Span], Sequence[Transition]]
 
-    def __init__(self, reader: TraceReader, store: Store) -> None:
+
+class UnusedWatch(Hook):
+    """One-time warning about each role, policy, reward rule and prompt that a step did not use."""
+
+    def __init__(self, reader: TraceReader, store: Store, *, has_prompts: bool = False) -> None:
         self._reader, self._store = reader, store
         self._known: set[tuple[str, str]] = set()
+        self._reads_prompts = has_prompts
 
     def after_rollouts(self, step: int, rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-        """Read a step's metrics and, for the names to suggest, some of its rollouts."""
+        """Read a step's metrics and some of its rollouts, if anything may be unused.
+
+        Prompts are looked for in the first step with calls.
+        """
         unused = [which for which in unused_names([metrics]) if which not in self._known]
-        if not unused:
+        if not unused and not self._reads_prompts:
             return
         self._known.update(unused)
         traces = []
@@ -214,6 +223,9 @@ class UnusedWatch(Hook):
             spans = self._store.spans(rollout.rollout_id)
             traces.append((spans, self._reader.transitions(spans)[0]))
         calls = [call for _, transitions in traces for call in transitions]
+        if self._reads_prompts and calls:
+            self._reads_prompts = False
+            unused += [("prompt", name) for name in unread_prompts(traces, self._reader.decode)]
         for kind, name in unused:
             words = self._rule(name, calls, traces) if kind == "rule" else _called(kind, calls)
             log.warning(
@@ -222,12 +234,7 @@ class UnusedWatch(Hook):
                 extra={"event": "unused_name", "kind": kind, "unused": name, "step": step},
             )
 
-    def _rule(
-        self,
-        name: str,
-        calls: Sequence[Transition],
-        traces: Sequence[tuple[Sequence[Span], Sequence[Transition]]],
-    ) -> str:
+    def _rule(self, name: str, calls: Sequence[Transition], traces: Sequence[Trace]) -> str:
         """Return what a rule could have matched, and the fix."""
         key = next(key for key in self._reader.rules if metric_code(key) == name)
         rule = self._reader.rules[key]
@@ -245,8 +252,33 @@ class UnusedWatch(Hook):
         return f"{len(texts)} x {rule.fact} occurred, but by the agents {agents}; correct its agent"
 
 
+def unread_prompts(traces: Sequence[Trace], decode: Decode) -> list[str]:
+    """Return the names of the prompts that rollouts got and whose texts no call has.
+
+    An agent may fill in placeholders in braces, so the longest part between them is looked for.
+    """
+    names, read = set[str](), set[str]()
+    for spans, transitions in traces:
+        texts = [_words(decode(call.prompt_token_ids)) for call in transitions]
+        for span in spans:
+            prompts = json.loads(str(span.attributes.get(attributes.PROMPTS, "{}")))
+            for name, prompt in prompts.items():
+                part = max(map(_words, re.split(r"\{[^{}]*\}", prompt)), key=len)
+                names.add(name)
+                if any(part in text for text in texts):
+                    read.add(name)
+    return sorted(names - read)
+
+
+def _words(text: str) -> str:
+    """Return the text with one space for all white space, which chat templates change."""
+    return " ".join(text.split())
+
+
 def _called(kind: str, calls: Sequence[Transition]) -> str:
-    """Return the names in the calls, and the fix for a role or a policy."""
+    """Return what to do about a role, a policy or a prompt, with the names in the calls."""
+    if kind == "prompt":
+        return f"none of {len(calls)} calls has its text; correct its key to what the agent reads"
     models, agents = _names(call.policy for call in calls), _names(call.agent for call in calls)
     fix = {
         "role": "correct its patterns, or move it before the role that takes its calls",

@@ -1,6 +1,7 @@
-"""Test that roles, policies and rules without a match are reported once, with what did occur."""
+"""Test that unused roles, policies, rules and prompts are reported once, with what occurred."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -95,3 +96,40 @@ def test_the_summary_names_what_matched_in_no_step() -> None:
     rows = [row | {"rollout/num_rollouts": 1.0, "train/num_updates": 1.0} for row in steps]
     assert learning_table(rows).startswith("rule b ")
     assert unused_names([{"rollout/num_calls": 0.0, "rollout/rule_b": 0.0}]) == []
+
+
+def test_a_prompt_that_no_call_has_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = {1: "<|user|>Use this\n{schema}.", 2: "Be  short.\n", 3: "4: Count apples"}
+    reader = TraceReader(decode=lambda ids: "".join(texts[i] for i in ids))
+    prompts = {
+        "asks": "Be brief.",
+        "ask": "Be short.",
+        "task": "{number}: Count {things}",
+        "whole": "Use this {{schema}}.",
+    }
+    root = {attributes.PROMPTS: json.dumps(prompts)}
+    rollouts = [Rollout(f"r{i}", "t", "g", "train", 0, 0, 1, "scored", 1.0) for i in range(2)]
+    with closing(Store(tmp_path / "prompts.sqlite")) as store:
+        for rollout, ids in zip(rollouts, ((1, 2), (3,)), strict=True):
+            call = CALL | {attributes.PROMPT_TOKEN_IDS: ids}
+            name = rollout.rollout_id
+            store.add_span(name, Span("t", f"{name}1", f"{name}0", "chat", 0, 1, call))
+            store.add_span(name, Span("t", f"{name}0", None, "rollout", 0, 1, root))
+        watch = UnusedWatch(reader, store, has_prompts=True)
+        watch.after_rollouts(0, [], {})
+        for step in range(1, 3):
+            watch.after_rollouts(step, rollouts, {})
+    (record,) = records(caplog, "unused_name")
+    assert (record.kind, record.unused, record.step) == ("prompt", "asks", 1)
+    assert "none of 2 calls" in record.getMessage()
+
+
+def test_prompts_are_not_looked_for_without_any(store: Store) -> None:
+    watch = UnusedWatch(TraceReader(decode=_no_decode), store)
+    watch.after_rollouts(0, [Rollout("r0", "t", "g", "train", 0, 0, 1, "scored", 1.0)], {})
+
+
+def _no_decode(ids: Sequence[int]) -> str:
+    raise AssertionError("nothing needs a text")
