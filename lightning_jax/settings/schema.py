@@ -5,7 +5,7 @@ below a field describes it. `rules` has what must hold between fields.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, astuple, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import wraps
@@ -28,6 +28,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
     AfterValidator,
     AllowInfNan,
+    BeforeValidator,
     ConfigDict,
     PlainSerializer,
     TypeAdapter,
@@ -105,6 +106,16 @@ ProgramPath = Annotated[str, PathKind.PROGRAM]
 PathOrName = Annotated[str, PathKind.NAME]
 PLAIN_URL = "an http(s) URL without a user, query or fragment"
 Url = Annotated[str, expect(lambda url: is_plain_url(url), PLAIN_URL)]
+
+
+def _without_removed(entries: Any) -> Any:
+    """Return a table without its empty entries, with which a file removes those of its base."""
+    if isinstance(entries, Mapping):
+        return {name: entry for name, entry in entries.items() if entry is not None}
+    return entries
+
+
+Table = Annotated[dict[str, T], BeforeValidator(_without_removed)]  # settings by name
 
 Rule = tuple[str, object, str] | tuple[str, object, str, str]
 
@@ -281,13 +292,16 @@ def path_kind(hint: Any) -> PathKind | None:
 
 def inner_section(hint: Any) -> type | None:
     """Return the section in a field of this type, or of its dict, or None for a plain setting."""
+    if get_origin(hint) is Annotated:
+        return inner_section(get_args(hint)[0])
     parts = get_args(hint) if get_origin(hint) in (dict, Union, UnionType) else ()
     return hint if is_dataclass(hint) else next(filter(None, map(inner_section, parts)), None)  # pyright: ignore[reportReturnType]
 
 
 def has_names(hint: Any) -> bool:
     """Return True for the type of a dict with names that users choose."""
-    return get_origin(hint) is dict
+    kind = get_origin(hint)
+    return has_names(get_args(hint)[0]) if kind is Annotated else kind is dict
 
 
 def sections(

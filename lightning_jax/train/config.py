@@ -38,6 +38,7 @@ from lightning_jax.settings.schema import (
     Rule,
     Section,
     Share,
+    Table,
     expect,
     section,
 )
@@ -308,15 +309,15 @@ class Config(Section):
     serve: ServeConfig = field(default_factory=ServeConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    policies: dict[str, PolicyConfig] = field(default_factory=dict)
+    policies: Table[PolicyConfig] = field(default_factory=dict)
     """Policies by name; empty: a single policy."""
-    roles: dict[str, RoleConfig] = field(default_factory=dict)
+    roles: Table[RoleConfig] = field(default_factory=dict)
     """By name; the first match wins."""
-    reward_rules: dict[str, RewardRule] = field(default_factory=dict)
+    reward_rules: Table[RewardRule] = field(default_factory=dict)
     """By name."""
-    rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    rewards: Table[RewardConfig] = field(default_factory=dict)
     """Components of a rollout's reward, by name; empty: what the agent returned."""
-    prompts: dict[str, str] = field(default_factory=dict)
+    prompts: Table[str] = field(default_factory=dict)
     """Texts by name that the agent reads as llm.prompts["NAME"] (docs/howto/improve_prompts.md)."""
     prompt_search: PromptSearchConfig = field(default_factory=PromptSearchConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -281,6 +281,21 @@ def test_a_base_that_is_no_file(text: str, name: str, tmp_path: Path) -> None:
     assert str(tmp_path / "top.yaml") in str(caught.value)
 
 
+def test_null_removes_what_a_base_names(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(
+        "prompts: {ask: Be brief., hint: Think.}\n"
+        "reward_rules: {late: {fact: tool_timeout, reward: -1}}\n"
+    )
+    (tmp_path / "top.yaml").write_text(
+        "base: base.yaml\nprompts: {hint: null}\nreward_rules: {late: null}\n"
+    )
+    config = load_config(Config, [str(tmp_path / "top.yaml"), "rewards.none=null"])
+    assert config.prompts == {"ask": "Be brief."}
+    assert config.reward_rules == config.rewards == {}
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(Config, [str(tmp_path / "config.yaml")]) == config
+
+
 @pytest.mark.parametrize(
     "setting", ["agent.command=node 'my agent.mjs' 3", "agent.command=[node, my agent.mjs, 3]"]
 )
