@@ -1,4 +1,4 @@
-"""Untrusted text of agents, models, tools and files made safe to print and to log."""
+"""Untrusted text of agents, models, tools and files: search it, and make it safe to print."""
 
 import logging
 
@@ -35,6 +35,11 @@ def in_one_line(text: str, limit: int = 300) -> str:
     """Return the text without control characters and line ends, cut to `limit` characters."""
     words = " ".join(printable(text[: 4 * limit]).split())
     return words if len(words) <= limit else f"{words[: limit - 3]}..."
+
+
+def has_words(text: str, part: str) -> bool:
+    """Return True if the text contains `part`, regardless of the white space between words."""
+    return " ".join(part.split()) in " ".join(text.split())
 
 
 class PlainFormatter(logging.Formatter):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightning_jax.system.text import PlainFormatter, in_one_line, with_marked_lines
+from lightning_jax.system.text import PlainFormatter, has_words, in_one_line, with_marked_lines
 
 FORGED = "bad\x1b[2J\nstep 9: reward_mean 1.0\r\nerror: \u2028done\x9b1m"
 
@@ -50,3 +50,11 @@ def test_the_command_prints_its_log_in_marked_lines() -> None:
     lines = done.stderr.decode().splitlines()
     assert len(lines) == 8 and sum(line.startswith("bad") for line in lines) == 2
     assert sum(line.startswith("  | ") for line in lines) == 6 and b"\x1b" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("part", "is_in"),
+    [("two\n words ", True), ("twowords", False), ("words two", False), (" \n", True)],
+)
+def test_words_are_found_whatever_is_between_them(part: str, is_in: bool) -> None:
+    assert has_words("has  two\twords.", part) is is_in

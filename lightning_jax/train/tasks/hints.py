@@ -10,6 +10,7 @@ from lightning_jax.rl.config import DistillConfig
 from lightning_jax.rl.distill import TokenIds, insert_hints, weigh_teacher, with_hints
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.settings.loading import load_function
+from lightning_jax.system.text import has_words
 from lightning_jax.train.hook import Hook, UpdateInput
 from lightning_jax.types import Metrics, Task, Trajectory
 
@@ -71,7 +72,7 @@ class Hints:
             text = texts[trajectory.group_id]
             if not (prompts and text):
                 continue
-            in_prompts = [self._holds(prompt, text) for prompt in prompts]
+            in_prompts = [has_words(self.tokenizer.decode(prompt), text) for prompt in prompts]
             if in_prompts[0]:
                 self._refuse(tasks[trajectory.group_id])
             num_known += sum(in_prompts)
@@ -87,10 +88,6 @@ class Hints:
             "train/without_hint": float(num_without),
             "train/hints_in_prompts": float(num_known),
         }
-
-    def _holds(self, prompt: TokenIds, text: str) -> bool:
-        """Return True if the prompt has the text in it, whatever the blanks between its words."""
-        return " ".join(text.split()) in " ".join(self.tokenizer.decode(prompt).split())
 
     def _refuse(self, task: Task) -> None:
         raise HintError(

@@ -15,6 +15,7 @@ from lightning_jax.rl.config import BatchConfig
 from lightning_jax.rollouts.config import RewardConfig
 from lightning_jax.rollouts.results.audit import most_overrated
 from lightning_jax.rollouts.results.metrics import metric_code
+from lightning_jax.system.text import has_words
 from lightning_jax.traces import attributes
 from lightning_jax.traces.rewards import Decode, find_events
 from lightning_jax.traces.store import Store
@@ -255,30 +256,27 @@ class UnusedWatch(Hook):
 def unread_prompts(traces: Sequence[Trace], decode: Decode) -> list[str]:
     """Return the names of the prompts that rollouts got and whose texts no call has.
 
-    An agent may fill in placeholders in braces, so the longest part between them is looked for.
+    Agents fill in placeholders such as {schema}, so only the longest part between them is compared.
     """
     names, read = set[str](), set[str]()
     for spans, transitions in traces:
-        texts = [_words(decode(call.prompt_token_ids)) for call in transitions]
+        texts = [decode(call.prompt_token_ids) for call in transitions]
         for span in spans:
             prompts = json.loads(str(span.attributes.get(attributes.PROMPTS, "{}")))
             for name, prompt in prompts.items():
-                part = max(map(_words, re.split(r"\{[^{}]*\}", prompt)), key=len)
                 names.add(name)
-                if any(part in text for text in texts):
+                part = max(re.split(r"\{[^{}]*\}", prompt), key=len)
+                if any(has_words(text, part) for text in texts):
                     read.add(name)
     return sorted(names - read)
-
-
-def _words(text: str) -> str:
-    """Return the text with one space for all white space, which chat templates change."""
-    return " ".join(text.split())
 
 
 def _called(kind: str, calls: Sequence[Transition]) -> str:
     """Return what to do about a role, a policy or a prompt, with the names in the calls."""
     if kind == "prompt":
-        return f"none of {len(calls)} calls has its text; correct its key to what the agent reads"
+        return (
+            f"its text is in none of {len(calls)} calls; rename it to the key that the agent reads"
+        )
     models, agents = _names(call.policy for call in calls), _names(call.agent for call in calls)
     fix = {
         "role": "correct its patterns, or move it before the role that takes its calls",
