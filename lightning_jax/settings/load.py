@@ -5,7 +5,7 @@ it is used, because --help and wrong flags need only the types of settings.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from lightning_jax.settings.errors import (
 )
 from lightning_jax.settings.paths import below, map_paths
 from lightning_jax.settings.saved import flatten
-from lightning_jax.settings.schema import HIDDEN, defaults, from_plain, plain
+from lightning_jax.settings.schema import HIDDEN, defaults, from_plain, has_names, plain
 
 T = TypeVar("T")
 
@@ -51,6 +51,7 @@ def load_with_derived(
 
     layers = read_layers(argv, schema)
     merged = reduce(_merged, (layer.settings for layer in layers), {})
+    _check_removals(layers, schema)
     settings = {key: value for key, value in merged.items() if only is None or key in only}
 
     def argument_of(key: str) -> Argument | None:
@@ -85,6 +86,23 @@ def _merged(low: Any, high: Any) -> Any:
     if isinstance(low, dict) and isinstance(high, dict):
         return low | {name: _merged(low.get(name, HIDDEN), value) for name, value in high.items()}
     return low if high == HIDDEN else high
+
+
+def _check_removals(layers: Sequence["Layer"], schema: type) -> None:
+    """Raise ConfigError for a named entry that is null and that no earlier layer sets."""
+    tables = {field.name for field in fields(schema) if has_names(field.type)}
+    names: set[str] = set()
+    for layer in layers:
+        for table in tables & layer.settings.keys():
+            entries = layer.settings[table]
+            if not isinstance(entries, dict):
+                continue  # the schema refuses it
+            keys = {f"{table}.{name}": entry for name, entry in entries.items()}
+            for key, entry in keys.items():
+                if entry is None and key not in names:
+                    message = f"{layer.argument} removes {key}, which is not set; correct the name."
+                    raise ConfigError.not_found(key, message)
+            names |= keys.keys()
 
 
 @dataclass(frozen=True)

@@ -289,11 +289,17 @@ def test_null_removes_what_a_base_names(tmp_path: Path) -> None:
     (tmp_path / "top.yaml").write_text(
         "base: base.yaml\nprompts: {hint: null}\nreward_rules: {late: null}\n"
     )
-    config = load_config(Config, [str(tmp_path / "top.yaml"), "rewards.none=null"])
+    config = load_config(Config, [str(tmp_path / "top.yaml")])
     assert config.prompts == {"ask": "Be brief."}
-    assert config.reward_rules == config.rewards == {}
+    assert config.reward_rules == {}
     save_config(config, tmp_path / "config.yaml")
     assert load_config(Config, [str(tmp_path / "config.yaml")]) == config
+
+
+def test_null_for_a_name_that_no_base_has_is_refused() -> None:
+    setting = "reward_rules.late.fact=tool_timeout"
+    with raises_coded(ConfigError, "not_found", "reward_rules.latte"):
+        load_config(Config, [setting, "reward_rules.late.reward=-1", "reward_rules.latte=null"])
 
 
 @pytest.mark.parametrize(
