@@ -52,7 +52,7 @@ def evaluate(config: Config, source: PolicySource, command: Eval) -> None:
     what = f"{len(tasks)}{repeats} tasks ({command.tasks}), {how}"
     print(f"{label} on {what}", flush=True)
     with closing(TemporaryStore()) as store:
-        phase, number = "train" if command.sampled else "eval", command.repeats
+        phase, number = "sampled" if command.sampled else "eval", command.repeats
         opened = open_runner(config, source, store, tasks)
         rollouts, _ = asyncio.run(run_agent(opened, tasks, phase, 0, number))
         FailureWatch(store).observe(rollouts, "the evaluation")

@@ -209,6 +209,7 @@ class RolloutConfig(Section):
 AGENT = "agent"  # component with the reward that the agent returned
 PROMPT = "prompt"  # phase of the rollouts of a search for prompts
 MEASURING = ("eval", PROMPT)  # phases that sample greedily, one attempt a task
+EVALUATING = (*MEASURING, "sampled")  # phases that say how good the policy or a prompt is
 
 
 @section
@@ -310,11 +311,18 @@ class RewardConfig(Section):
     """FILE:FUNCTION, (task, attempts) -> list of floats, for all scored attempts of a group."""
     judge: JudgeConfig | None = None
     """A model that scores the attempts."""
+    in_evaluations: bool = True
+    """False: it only helps training, such as by telling wrong attempts apart. Evaluations and a
+    search for prompts show it, and leave it out of their reward."""
 
     def rules(self) -> Iterator[Rule]:
         for name in ("function", "group"):
             is_function = getattr(self, name) is None or is_custom(getattr(self, name))
             yield name, is_function, "expected FILE:FUNCTION, or a function from Python"
+
+    def weight_in(self, phase: str) -> float:
+        """Return the weight in the reward of a phase's rollouts."""
+        return self.weight if self.in_evaluations or phase not in EVALUATING else 0.0
 
     @property
     def num_sources(self) -> int:
@@ -356,7 +364,7 @@ def prompt_rules(
         return
     longest = max(prompts, key=lambda name: len(prompts[name]), default="")
     length = len(prompts.get(longest, ""))
-    weighted = [reward for reward in rewards.values() if reward.weight]
+    weighted = [reward for reward in rewards.values() if reward.weight_in(PROMPT)]
     needs = {
         "prompts": (bool(prompts), "empty, so there is nothing to improve; add prompts"),
         f"prompts.{longest}": (

@@ -1,6 +1,7 @@
 """Results of an evaluation: counted, saved as JSON lines, read again, and as a table."""
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -23,8 +24,8 @@ from lightning_jax.train.tasks.record_files import read_records
 from lightning_jax.train.watch.findings import findings
 from lightning_jax.types import FINISHED, Metrics, Rollout
 
-MAX_COLUMNS = 5  # of the agent's own numbers; the others are listed below the table
-AGENT = "eval/agent_"  # the agent's own numbers in `eval_metrics`
+MAX_COLUMNS = 5  # of components and the agent's own numbers; others are listed below the table
+NUMBER = re.compile(r"eval/(reward|agent)_(.+)_mean")  # their names in `eval_metrics`
 
 
 @dataclass(frozen=True)
@@ -187,14 +188,12 @@ def evaluation_table(parts: Mapping[str, Sequence[Rollout]], calls: Mapping[str,
     The error is the standard error of the mean over tasks.
     """
     metrics = {name: eval_metrics(rollouts) for name, rollouts in parts.items()}
-    numbers = dict.fromkeys(
-        name.removeprefix(AGENT).removesuffix("_mean")
-        for of_part in metrics.values()
-        for name in of_part
-        if name.startswith(AGENT)
-    )
+    matches = (NUMBER.fullmatch(name) for of_part in metrics.values() for name in of_part)
+    ordered = sorted(filter(None, matches), key=lambda match: match[1] == "agent")
+    numbers = {match[0]: match[2] for match in ordered}  # metric to its name in the table
     main, others = list(numbers)[:MAX_COLUMNS], list(numbers)[MAX_COLUMNS:]
-    names = ("n", "reward", "failed", "no call", "calls", "cut", *map(printable, main))
+    columns_of = [printable(numbers[metric]) for metric in main]
+    names = ("n", "reward", "failed", "no call", "calls", "cut", *columns_of)
     rows = []
     for part, row in metrics.items():
         number = sum(calls[rollout.rollout_id].number for rollout in parts[part])
@@ -212,7 +211,7 @@ def evaluation_table(parts: Mapping[str, Sequence[Rollout]], calls: Mapping[str,
         )
         rows.append((printable(part), *cells, *(_number(row, name) for name in main)))
     notes = tuple(
-        printable(f"{part}: " + "  ".join(f"{n} {_number(row, n)}" for n in others))
+        printable(f"{part}: " + "  ".join(f"{numbers[n]} {_number(row, n)}" for n in others))
         for part, row in metrics.items()
         if others
     )
@@ -220,5 +219,5 @@ def evaluation_table(parts: Mapping[str, Sequence[Rollout]], calls: Mapping[str,
 
 
 def _number(metrics: Metrics, name: str) -> str:
-    value = metrics.get(f"{AGENT}{name}_mean")
+    value = metrics.get(name)
     return "" if value is None else f"{value:.3f}"

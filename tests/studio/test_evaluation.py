@@ -44,6 +44,15 @@ def test_numbers_beyond_the_columns_are_listed_below() -> None:
     assert below == ["all:", "own5", "0.250", "own6", "0.300"]
 
 
+def test_components_have_columns_beside_the_agents_own_numbers() -> None:
+    components = {"agent": 1.0, "partial": 0.25}
+    done = rollout(0, 1.0, phase="eval", metrics={"f1": 0.5}, components=components)
+    calls = {done.rollout_id: Calls(1, 1, 0)}
+    header, row = _lines(as_terminal(evaluation_table({"all": [done]}, calls), 100))
+    assert header[-3:] == ["agent", "partial", "f1"]
+    assert row[-3:] == ["1.000", "0.250", "0.500"]
+
+
 def test_a_comparison_shows_the_largest_changes() -> None:
     before = {f"t{index}": [0.0] for index in range(MAX_SHOWN + 5)}
     after = {task: [index / 100] for index, task in enumerate(before)}

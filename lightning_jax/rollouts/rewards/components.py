@@ -60,13 +60,15 @@ def agent_reward(rollout: Rollout) -> float:
     return rollout.components.get(AGENT, rollout.reward or 0.0)
 
 
-def weighted_sum(components: Mapping[str, float], rewards: Mapping[str, RewardConfig]) -> float:
-    """Return the reward of a rollout.
+def weighted_sum(
+    components: Mapping[str, float], rewards: Mapping[str, RewardConfig], phase: str
+) -> float:
+    """Return the reward of a rollout of a phase.
 
     If none of its components has a weight, as in an evaluation with a judge that compares, it is
     what the agent returned.
     """
-    weights = {name: reward.weight for name, reward in rewards.items() if reward.weight}
+    weights = {name: w for name, reward in rewards.items() if (w := reward.weight_in(phase))}
     parts = [weights[name] * value for name, value in components.items() if name in weights]
     return math.fsum(parts) if parts else components.get(AGENT, 0.0)
 

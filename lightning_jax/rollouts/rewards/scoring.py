@@ -142,10 +142,10 @@ class RewardScorer:
                     continue
                 value = _over_limit(f"rewards.{name} returned", value.value)
             self._failures[name] += 1
-            if self.rewards[name].weight:
+            if self.rewards[name].weight_in(rollout.phase):
                 return _failed(rollout, value)
             log.warning("%s: held-out reward %s: %s", rollout.rollout_id, name, value.detail)
-        total = weighted_sum(components, self.rewards)
+        total = weighted_sum(components, self.rewards, rollout.phase)
         if not is_bounded([total], limit):
             return _failed(rollout, _over_limit("the reward is", total))
         return replace(rollout, reward=total, components=components)

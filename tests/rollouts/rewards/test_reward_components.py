@@ -62,9 +62,24 @@ def test_the_reward_is_the_weighted_sum_and_held_out_components_count_nothing() 
         "short": RewardConfig(weight=-2.0, function=len),
         "audit": RewardConfig(weight=0.0, function=len),
     }
-    assert weighted_sum({"agent": 1.0, "short": 0.25, "audit": 9.0}, rewards) == 0.0
-    assert weighted_sum({"agent": 0.75, "audit": 9.0}, {"best": rewards["short"]}) == 0.75
-    assert weighted_sum({"short": 1.0}, rewards) == -2.0
+    assert weighted_sum({"agent": 1.0, "short": 0.25, "audit": 9.0}, rewards, "train") == 0.0
+    best = {"best": rewards["short"]}
+    assert weighted_sum({"agent": 0.75, "audit": 9.0}, best, "train") == 0.75
+    assert weighted_sum({"short": 1.0}, rewards, "train") == -2.0
+
+
+@pytest.mark.parametrize(
+    ("phase", "reward"),
+    [("train", 1.75), ("probe", 1.75), ("eval", 0.5), ("sampled", 0.5), ("prompt", 0.5)],
+)
+def test_a_component_that_only_helps_training_is_left_out_of_evaluations(
+    phase: str, reward: float
+) -> None:
+    rewards = {
+        "agent": RewardConfig(weight=0.5),
+        "partial": RewardConfig(weight=5.0, function=len, in_evaluations=False),
+    }
+    assert weighted_sum({"agent": 1.0, "partial": 0.25}, rewards, phase) == reward
 
 
 def test_rank_correlation_is_spearmans() -> None:

@@ -124,6 +124,21 @@ def test_functions_of_one_rollout_and_of_the_group_are_summed_and_stored(store: 
     assert (alone.reward, alone.components) == (0.5, {"agent": 0.25, "digit": 4.0})
 
 
+def test_a_component_that_only_helps_training_fails_no_evaluation(store: Store) -> None:
+    def partial(task: Task, attempt: Attempt) -> float:
+        return 0.5 if attempt.response == "2" else math.nan
+
+    rewards = {
+        "agent": RewardConfig(),
+        "partial": RewardConfig(function=partial, in_evaluations=False),
+    }
+    trained = _score(_scorer(store, rewards), _finished(store, "23"))
+    assert [(r.status, r.reward) for r in trained] == [("scored", 0.75), ("agent_failure", None)]
+    right, odd = _score(_scorer(store, rewards), _finished(store, "23", phase="sampled"))
+    assert (right.reward, right.components) == (0.25, {"agent": 0.25, "partial": 0.5})
+    assert (odd.status, odd.reward, odd.components) == ("scored", 0.25, {"agent": 0.25})
+
+
 def test_stored_components_are_taken_over(store: Store) -> None:
     calls = []
 
