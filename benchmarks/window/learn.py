@@ -27,8 +27,8 @@ STOP_S = 75  # before the case is killed: the running update, a checkpoint, figu
 FINISH_S = 150  # more with `finish`: a start, the last evaluation, the adapters
 MIN_RUN_S = 60  # a run that has less is not started
 PIECE_BYTES = 15 * 2**20
-# Learning rates that were tried or are usual. The first is the default.
-LEARNING_RATES = {"lora": ("1e-4", "5e-5", "2e-4"), "whole": ("1e-5", "5e-6", "2e-5")}
+# The adapters' rate is what learned on a CPU, where 1e-4 did not. Whole weights get a tenth.
+LEARNING_RATES = {"lora": "3e-5", "whole": "3e-6"}
 WEIGHTS = {"lora": (), "whole": ("model.lora.rank=0",)}
 TINY = (
     *("model.name=tiny", "model.lora.rank=4", "model.lora.alpha=4", "serve.slots=4"),
@@ -54,7 +54,7 @@ def learn(weights: str, seed: int, setting: Setting, options: Options) -> Iterat
     """Train until the run is complete or the time is up, and yield the figures so far."""
     run = setting.work / f"{'tiny' if setting.is_tiny else 'learn'}_{weights}_{seed}"
     command = [sys.executable, "experiments/spider.py", "--config", CONFIG, f"run_dir={run}"]
-    command += [f"seed={seed}", f"optimizer.learning_rate={LEARNING_RATES[weights][0]}"]
+    command += [f"seed={seed}", f"optimizer.learning_rate={LEARNING_RATES[weights]}"]
     if setting.is_tiny:
         command += [*TINY, "data.root=null"]
     else:
@@ -126,12 +126,12 @@ def is_complete(run: Path) -> bool:
 
 # Figure, metric, unit, prediction. Of training steps, which are compared in thirds.
 TRAINED = (
-    ("sampled reward", "rollout/reward_mean", "reward", "0.25, then above 0.6"),
-    ("replies cut", "rollout/cut_short_share", "share", "0.5, then below 0.05"),
-    ("groups without a difference", "train/equal_groups_share", "share", "0.6 to 0.8 at the end"),
-    ("entropy", "rollout/entropy", "nats", ""),
+    ("sampled queries right", "reward/agent_mean", "share", "0.44, then above 0.62"),
+    ("replies cut", "rollout/cut_short_share", "share", "below 0.01"),
+    ("groups without a difference", "train/equal_groups_share", "share", "0.15, then 0.4"),
+    ("entropy", "rollout/entropy", "nats", "0.30, then 0.12"),
     ("KL of sampler and trainer", "train/mismatch_kl", "nats", "0.0008 to 0.0010"),
-    ("tokens a reply", "rollout/response_tokens_mean", "tokens", "76, then 17"),
+    ("tokens a reply", "rollout/response_tokens_mean", "tokens", "20 to 30"),
 )
 TIMED = (
     ("time of a step", "time/step_s", "25 to 35"),
@@ -141,8 +141,8 @@ TIMED = (
     ("time of an evaluation", "time/eval_s", "10"),
 )
 EVALUATED = (
-    ("greedy reward", "eval/reward_mean", "0.50 first, 0.65 last"),
-    ("published equality", "eval/agent_execution_accuracy_mean", "0.51 first, 0.67 last"),
+    ("greedy reward", "eval/reward_mean", "0.54 first, 0.65 last"),
+    ("published equality", "eval/agent_execution_accuracy_mean", "0.53 first, 0.64 last"),
 )
 
 

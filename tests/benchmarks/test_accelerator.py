@@ -186,12 +186,17 @@ def _write_rows(run: Path, rows: list[dict[str, float]], end: str = "") -> None:
     (run / "metrics.jsonl").write_text(text + end)
 
 
+def _right(share: float) -> dict[str, float]:
+    """Return metrics of a step in which that share of 256 queries was right."""
+    return {"rollout/num_rollouts": 256, "rollout/reward_mean": 1.0, "reward/agent_mean": share}
+
+
 def test_figures_of_a_run_that_still_writes(tmp_path: Path) -> None:
     rows = [
-        {"step": 0, "rollout/reward_mean": 0.2, "time/step_s": 30, "rollout/num_rollouts": 256},
+        {"step": 0, **_right(0.2), "time/step_s": 30},
         {"step": 0, "eval/reward_mean": 0.5, "eval/num_tasks": 200, "eval/reward_stderr": 0.04},
-        {"step": 1, "rollout/reward_mean": 0.4, "time/step_s": 20, "rollout/num_rollouts": 256},
-        {"step": 2, "rollout/reward_mean": 0.6, "time/step_s": 10, "rollout/num_rollouts": 256},
+        {"step": 1, **_right(0.4), "time/step_s": 20},
+        {"step": 2, **_right(0.6), "time/step_s": 10},
         {"step": 3, "eval/reward_mean": 0.6, "eval/num_better": 5, "eval/num_worse": 0},
     ]
     _write_rows(tmp_path, rows, '{"step": 4, "rollout/rew')
@@ -199,8 +204,8 @@ def test_figures_of_a_run_that_still_writes(tmp_path: Path) -> None:
     assert found["steps"].value == 3
     assert found["rollouts"].value == 768
     assert found["greedy reward, step 0"].note == "+- 0.040, 200 questions"
-    assert found["sampled reward, first third"].value == 0.2
-    assert found["sampled reward, last third"].value == 0.6
+    assert found["sampled queries right, first third"].value == 0.2
+    assert found["sampled queries right, last third"].value == 0.6
     assert found["time of a step"].value == 20
     assert found["p of a sign test"].value == pytest.approx(2 / 32)
 
@@ -211,7 +216,8 @@ def save(*_):
     (run / "saved").write_text("")
     sys.exit(130)
 signal.signal(signal.SIGINT, save)
-(run / "metrics.jsonl").write_text(json.dumps({"step": 0, "rollout/reward_mean": 0.5}) + "\\n")
+row = {"step": 0, "rollout/reward_mean": 1, "reward/agent_mean": 0.5}
+(run / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
 (run / "process").write_text("")
 while True:
     time.sleep(0.1)
@@ -223,7 +229,7 @@ def test_a_run_is_saved_when_its_time_is_up(tmp_path: Path) -> None:
     names = [
         figure.name for figure in learn.watch(command, time.monotonic() + 4, tmp_path, lambda: None)
     ]
-    assert "sampled reward, last third" in names
+    assert "sampled queries right, last third" in names
     assert (tmp_path / "saved").exists()
 
 
