@@ -13,7 +13,7 @@ from lightning_jax.engine.engine import Engine
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.http.server import check_address
 from lightning_jax.models.config import MeshConfig
-from lightning_jax.models.formats.load import load_configured
+from lightning_jax.models.lora import open_policy
 from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.settings import ConfigError
@@ -60,7 +60,7 @@ def _load(config: ServerConfig) -> Engine:
             "here."
         )
     mesh = serving_mesh(None, MeshConfig(tensor=config.tensor))
-    model = load_configured(named)
+    model = open_policy(named).load()
     settings = Config(
         model=named, serve=config.serve, mesh=MeshConfig(tensor=config.tensor), num_steps=0
     )

@@ -4,10 +4,11 @@ A kernel W [in, out] with an adapter computes `x W + (alpha / rank) (x A) B`. A,
 [in, rank], and B, `lora_b` [rank, out], are leaves next to the kernel in the parameter tree. With
 adapters, only these leaves are trained. A is random and B zero at first, so the adapted model
 starts equal to the base model. `write_peft` exports adapters as a directory that Hugging Face's
-`peft` loads on top of their model.
+`peft` loads on top of their model, and `open_policy` reads them again.
 """
 
 import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,24 +18,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
+from safetensors import SafetensorError
 
 from lightning_jax.models.blocks.layer import adapted_kernels_of, kernels_of
-from lightning_jax.models.config import LoraConfig
+from lightning_jax.models.config import LoraConfig, ModelConfig
 from lightning_jax.models.formats.huggingface import write_json
-from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.formats.load import LoadedModel, ModelReader, open_configured
 from lightning_jax.models.formats.param_names import (
     ParamPath,
     Place,
+    Put,
     flatten,
     named_params,
     unflatten,
 )
+from lightning_jax.models.model_files import ModelError, read_object
 from lightning_jax.models.shape import DecoderConfig
-from lightning_jax.models.transformer import Params, init_params, layer_of
+from lightning_jax.models.transformer import Params, init_params, layer_of, param_shapes
 from lightning_jax.settings import ConfigError
+from lightning_jax.system.text import in_one_line
 
 ADAPTER_LEAVES = ("lora_a", "lora_b")
+MERGED, ADAPTERS = "policy", "policy_adapter"  # folders of a run's export
 _PEFT_LEAVES = {"lora_a": "lora_A", "lora_b": "lora_B"}
+_PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _Adapter = tuple[Place, np.ndarray, np.ndarray]  # A [rank, in], B [out, rank]
 
 
@@ -162,9 +169,9 @@ def write_peft(directory: Path, config: DecoderConfig, params: Params, base: str
             arrays[f"base_model.model.{module}.{_PEFT_LEAVES[leaf]}.weight"] = rows
         if len(adapters) > 1:
             ranks[name] = len(adapters)
-    safetensors.numpy.save_file(arrays, directory / "adapter_model.safetensors", {"format": "pt"})
+    safetensors.numpy.save_file(arrays, directory / _PEFT_WEIGHTS, {"format": "pt"})
     write_json(
-        directory / "adapter_config.json",
+        directory / _PEFT_CONFIG,
         {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -209,3 +216,110 @@ def _joined(adapters: list[_Adapter]) -> tuple[np.ndarray, np.ndarray]:
         b[place.start : place.stop, column : column + len(rows)] = columns
         column += len(rows)
     return np.ascontiguousarray(a), b
+
+
+def read_peft(directory: Path, config: DecoderConfig) -> tuple[LoraConfig, Params]:
+    """Read adapters that `write_peft` wrote for a model of this shape, in float32.
+
+    Raises ModelError if a file is damaged or is for another model.
+    """
+    saved = read_object(directory / _PEFT_CONFIG)
+    try:
+        rank, alpha = int(saved["r"]), float(saved["lora_alpha"])
+        arrays = safetensors.numpy.load_file(directory / _PEFT_WEIGHTS)
+        parts = {
+            path: _part_of(place, rank, *(arrays[name] for name in names))
+            for path, place, names in _peft_places(config)
+            if names[0] in arrays
+        }
+        targets = tuple(
+            sorted({path[-1] for path, (_, _, is_adapted) in parts.items() if is_adapted})
+        )
+        leaves = {
+            (*path, leaf): matrix
+            for path, (a, b, _) in parts.items()
+            for leaf, matrix in zip(ADAPTER_LEAVES, (a, b), strict=True)
+            if path[-1] in targets
+        }
+        lora = LoraConfig(rank, alpha, targets)
+        _check_shapes(adapted_shape(config, lora), leaves)
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise ModelError.malformed(
+            str(directory),
+            f"the adapters in {directory} cannot be read ({in_one_line(repr(error))}); expected "
+            "those that the run exported. Delete the folder to use the merged weights.",
+        ) from error
+    return lora, unflatten(leaves)
+
+
+def _peft_places(config: DecoderConfig) -> Iterator[tuple[ParamPath, Place, list[str]]]:
+    """Yield (path of a kernel, its rows of a module, names of the module's A and B)."""
+    for param in named_params(config.shape):
+        if param.path[-1] == "kernel":
+            module = param.hf.name.removesuffix(".weight")
+            names = [f"base_model.model.{module}.{leaf}.weight" for leaf in _PEFT_LEAVES.values()]
+            yield param.path[:-1], param.hf, names
+
+
+def _part_of(
+    place: Place, rank: int, a: np.ndarray, b: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Return (A, B, True if the kernel has an adapter) of one kernel of a module, as `_joined` put.
+
+    Of a shared module a kernel may have none, and then no column of B is used in its rows.
+    """
+    rows = b[place.start : place.stop]
+    columns = np.flatnonzero(rows.any(axis=0))
+    start = int(columns[0]) // rank * rank if columns.size else 0
+    ranks = slice(start, start + rank)
+    is_alone = place.stop - place.start == place.total
+    return (
+        a[ranks].astype(np.float32).T,
+        rows[:, ranks].astype(np.float32).T,
+        is_alone or bool(columns.size),
+    )
+
+
+def _check_shapes(config: DecoderConfig, leaves: Mapping[ParamPath, np.ndarray]) -> None:
+    """Raise ValueError unless these are the model's adapters."""
+    expected = flatten(trained_part(param_shapes(config)))
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    if shapes != {path: leaf.shape for path, leaf in expected.items()}:
+        raise ValueError("they are for a model of another shape")
+
+
+def adapters_beside(policy: Path) -> Path | None:
+    """Return the folder of the adapters that an exported policy has merged, if there are any."""
+    for parent, name in ((policy, ""), (policy.parent, policy.name)):
+        folder = parent.parent / ADAPTERS / name
+        if parent.name == MERGED and (folder / _PEFT_CONFIG).is_file():
+            return folder
+    return None
+
+
+def open_policy(settings: ModelConfig) -> ModelReader:
+    """Open a model as `open_configured` does, and a run's exported policy as the run served it.
+
+    With weights in bfloat16 that is with its adapters apart. Rounded after they are merged, a
+    weight stays as it was unless its change is half of the grid spacing there, and a run of a few
+    dozen steps changes most weights by less.
+    """
+    opened = open_configured(settings)
+    folder = None if opened.path is None else adapters_beside(opened.path)
+    if folder is None or settings.dtype == "float32":
+        return opened
+    whole = open_configured(replace(settings, dtype="float32"))
+    lora, adapters = read_peft(folder, whole.config)
+    flat = flatten(adapters)
+
+    def read(put: Put) -> Params:
+        def put_base(path: ParamPath, leaf: jax.Array) -> jax.Array:
+            a, b = (flat.get((*path[:-1], name)) for name in ADAPTER_LEAVES)
+            if path[-1] == "kernel" and a is not None and b is not None:
+                leaf = jnp.asarray(np.asarray(leaf) - lora.scale * (a @ b))
+            return put(path, leaf.astype(settings.dtype))
+
+        leaves = {path: put(path, jnp.asarray(leaf)) for path, leaf in flat.items()}
+        return overlay(whole.params(put_base), unflatten(leaves))
+
+    return replace(whole, config=adapted_shape(whole.config, lora), params=read)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +14,30 @@ from coded import raises_coded
 from gguf_models import variant
 
 from lightning_jax.models.attention.kv_cache import init_cache
-from lightning_jax.models.config import KERNELS, LoraConfig, MeshConfig
+from lightning_jax.models.config import KERNELS, LoraConfig, MeshConfig, ModelConfig
 from lightning_jax.models.formats.huggingface import write_model
 from lightning_jax.models.formats.load import LoadedModel
 from lightning_jax.models.formats.param_names import flatten, unflatten
 from lightning_jax.models.lora import (
+    ADAPTER_LEAVES,
     adapted,
+    adapters_beside,
     frozen_part,
     merged,
+    open_policy,
     overlay,
     pick,
     trained_part,
     write_peft,
 )
 from lightning_jax.models.mesh import make_mesh
+from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.sharding import param_shardings
 from lightning_jax.models.transformer import Linear, forward, init_params
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model, with_mixers
 from lightning_jax.train.config import Config
+from lightning_jax.train.state.export import export
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 MODEL = tiny_model(num_layers=1)
@@ -194,3 +200,75 @@ def test_adapters_of_a_shared_module_are_exported_as_one(family, targets, patter
         assert module in fields["target_modules"] and len(a) == rank
         scale = fields["alpha_pattern"].get(module, fields["lora_alpha"]) / rank
         np.testing.assert_allclose(before[name] + scale * b @ a, after[name], atol=1e-5)
+
+
+def _export(folder: Path, base: LoadedModel, lora: LoraConfig, name: str = "") -> LoadedModel:
+    """Write a policy as a run does whose changes are small, and return it with its adapters."""
+    model = with_random_adapters(base, lora)
+    small = {
+        path: leaf * 1e-3 if path[-1] == "lora_b" else leaf
+        for path, leaf in flatten(model.params).items()
+    }
+    rounded = {
+        path: leaf if path[-1] in ADAPTER_LEAVES else leaf.astype(jnp.bfloat16)
+        for path, leaf in small.items()
+    }
+    model = dataclasses.replace(model, params=unflatten(rounded))
+    export(folder, dataclasses.replace(model, name="base"), name, model.params, {})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("phi3", KERNELS), ("granitemoehybrid", ("k", "up")), ("llama", ("down", "q"))],
+)
+def test_an_exported_policy_in_bfloat16_keeps_its_adapters_apart(family, targets, tmp_path):
+    lora = LoraConfig(rank=3, alpha=6.0, targets=targets)
+    model = _export(tmp_path, variant(family), lora)
+    settings = ModelConfig(str(tmp_path / "policy"), dtype="bfloat16")
+    opened = open_policy(settings)
+    read = opened.config.execution.lora
+    assert read == dataclasses.replace(lora, targets=tuple(sorted(targets)))
+    expected, got = flatten(model.params), flatten(opened.load().params)
+    assert expected.keys() == got.keys()
+    for path, leaf in expected.items():
+        assert got[path].dtype == leaf.dtype, path
+        np.testing.assert_array_equal(got[path], leaf, str(path))
+    # Merged and rounded, the kernels lose most of what the adapters learned.
+    kernel = (*next(path for path in expected if path[-1] == "lora_a")[:-1], "kernel")
+    whole = flatten(merged(model).params)[kernel]
+    change = np.asarray(whole) - np.asarray(expected[kernel], np.float32)
+    lost = np.asarray(jnp.asarray(whole, jnp.bfloat16), np.float32) - whole
+    assert np.linalg.norm(lost) > 0.3 * np.linalg.norm(change)
+    # In float32 nothing is rounded, and the export has them merged.
+    exact = open_policy(dataclasses.replace(settings, dtype="float32"))
+    assert exact.config.execution.lora is None
+    np.testing.assert_array_equal(flatten(exact.load().params)[kernel], whole)
+
+
+def test_adapters_lie_beside_the_policy_that_has_them_merged(tmp_path):
+    _export(tmp_path, MODEL, LORA, "writer")
+    assert adapters_beside(tmp_path / "policy/writer") == tmp_path / "policy_adapter/writer"
+    (tmp_path / "policy_adapter/writer").rename(tmp_path / "policy_adapter/other")
+    assert adapters_beside(tmp_path / "policy/writer") is None
+    assert adapters_beside(tmp_path / "policy") is None
+
+
+@pytest.mark.parametrize("kind", ["cut", "no weights", "another model", "no rank"])
+def test_adapters_that_cannot_be_read_are_refused(kind, tmp_path):
+    _export(tmp_path, MODEL, LORA)
+    folder = tmp_path / "policy_adapter"
+    weights, fields = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    if kind == "cut":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif kind == "no weights":
+        weights.unlink()
+    elif kind == "no rank":
+        fields.write_text("{}")
+    else:
+        model = with_random_adapters(tiny_model(num_layers=2))
+        write_peft(folder, model.config, model.params, "base")
+        arrays = safetensors.numpy.load_file(weights)
+        safetensors.numpy.save_file({n: a for n, a in arrays.items() if "layers.1" in n}, weights)
+    with raises_coded(ModelError, "malformed", str(folder)):
+        open_policy(ModelConfig(str(tmp_path / "policy"), dtype="bfloat16"))

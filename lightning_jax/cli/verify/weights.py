@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
-from lightning_jax.models.formats.load import load_model
-from lightning_jax.models.lora import overlay, trained_part
+from lightning_jax.models.config import ModelConfig
+from lightning_jax.models.lora import open_policy, overlay, trained_part
 from lightning_jax.models.policies import Policy
 from lightning_jax.models.transformer import Params
 from lightning_jax.train.config import Config
@@ -40,14 +41,14 @@ def find_sources(
         weights_sources = {0: WeightsSource(label + config.model.name, lambda initial: initial)}
     else:
         weights_sources = {0: WeightsSource(label + base, _loads(base, config.model.dtype))}
-    # Several adapters are each exported in a separate merged copy, so no export holds them all.
+    # Several adapters are each exported in a separate copy, so no export holds them all.
     exported = run_dir / "policy" / policy
     if (
         exported_step(run_dir) == last_version > 0
         and not config.policy_table.adapters
         and exported.is_dir()
     ):
-        # A single adapter is merged in the export, and the fresh adapter on top of it is zero.
+        # If a single adapter is merged in the weights, the fresh one on top of them is zero.
         name = f"{label}policy{f'/{policy}' if policy else ''}"
         weights_sources[last_version] = WeightsSource(
             name, _loads(str(exported), config.model.dtype)
@@ -67,6 +68,7 @@ def find_sources(
     return weights_sources
 
 
-def _loads(name: str, dtype: str) -> Callable[[Params], Params]:
+def _loads(name: str, dtype: Literal["float32", "bfloat16", "auto"]) -> Callable[[Params], Params]:
     """Return a function that lays the named model's weights over its argument."""
-    return lambda initial: overlay(initial, load_model(name, dtype).params)
+    model = ModelConfig(name=name, dtype=dtype)
+    return lambda initial: overlay(initial, open_policy(model).load().params)

@@ -222,14 +222,23 @@ def load_like(model: LoadedModel, name: str) -> LoadedModel:
     Raises ModelError if its shape or vocabulary differs from `model`'s.
     """
     dtype = model.params["embed"]["embedding"].dtype
+    return as_policy_beside(
+        model, load_model(name, str(dtype), model.config.execution.activation_dtype)
+    )
+
+
+def as_policy_beside(model: LoadedModel, other: LoadedModel) -> LoadedModel:
+    """Return `other` with `model`'s tokenizer, as another policy of the same run.
+
+    Raises ModelError if its shape or vocabulary differs from `model`'s.
+    """
     execution = model.config.execution
-    other = load_model(name, str(dtype), execution.activation_dtype)
     config = other.config.with_execution(trains_router=execution.trains_router)
     other, same_shape = replace(other, config=config), config == model.config
     if not same_shape or other.tokenizer.vocabulary != model.tokenizer.vocabulary:
         raise ModelError.mismatch(
             "vocabulary" if same_shape else "shape",
-            f"model {name!r} has another {'vocabulary' if same_shape else 'shape'} than "
+            f"model {other.name!r} has another {'vocabulary' if same_shape else 'shape'} than "
             f"{model.name!r}, but both are policies of one run; use a model trained from "
             f"{model.name!r}",
         )

@@ -1,6 +1,6 @@
 """Rollouts without training, on a policy or on another server. No run directory is written."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,8 +12,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.calls.remote import RemoteEngine, remote_routing
-from lightning_jax.models.formats.load import LoadedModel, load_configured, load_like
-from lightning_jax.models.lora import merged, overlay, trained_part
+from lightning_jax.models.config import ModelConfig
+from lightning_jax.models.formats.load import (
+    LoadedModel,
+    ModelReader,
+    as_policy_beside,
+    open_configured,
+)
+from lightning_jax.models.lora import adapted, open_policy, overlay, trained_part
 from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.models.policies import TEACHER, PolicyTable
 from lightning_jax.rollouts.agents.functions import AgentFunction
@@ -41,6 +47,7 @@ from lightning_jax.train.state.checkpoint import Checkpointer
 from lightning_jax.train.watch.progress import Progress, count_work, show_progress
 from lightning_jax.types import Metrics, Rollout, Task
 
+OpenModel = Callable[[ModelConfig], ModelReader]
 BAR = "{percentage:3.0f}%|{bar:20}|{postfix}"  # the postfix is `Progress.line`
 
 
@@ -161,14 +168,19 @@ async def open_runner(
 def serve_policies(config: Config, source: PolicySource, store: Store) -> Gateway:
     """Load the weights and return a gateway to them. The caller starts and closes its engine.
 
-    Adapters are not stacked: a trained policy has them merged, and before training they are zero.
-    Policies with the same model share its weights.
+    Adapters are not stacked: each trained policy has its own weights, and before training adapters
+    are zero. Policies with the same model share its weights.
     """
     routing, trained = routing_of(config), source.model_names(config)
     rows = [row for row in routing.policies.rows if row.name != TEACHER]
     names = trained + [config.model.name] * (len(rows) - len(trained))  # of fixed rows
     first, *others = distinct = list(dict.fromkeys(names))
-    model = _load_first(config, source, first)
+
+    def opener(name: str) -> OpenModel:
+        is_exported = name in trained if source.run_dir else not others
+        return open_policy if is_exported else open_configured
+
+    model = _load_first(config, source, first, opener(first))
     mesh = serving_mesh(config.serve.mesh, config.mesh)
     programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
     make_engine = partial(Engine, serve=config.serve, programs=programs)
@@ -176,7 +188,8 @@ def serve_policies(config: Config, source: PolicySource, store: Store) -> Gatewa
     for name in others:
         is_trained = name in trained
         version = source.version if is_trained else 0
-        engine.add(make_engine(load_like(model, name), version=version), are_counted=is_trained)
+        other = _load_beside(config, model, name, opener(name))
+        engine.add(make_engine(other, version=version), are_counted=is_trained)
     rows = [
         replace(row, weights=distinct.index(name), adapter=None)
         for row, name in zip(rows, names, strict=True)
@@ -184,18 +197,34 @@ def serve_policies(config: Config, source: PolicySource, store: Store) -> Gatewa
     return Gateway(engine, store, routing=replace(routing, policies=PolicyTable(tuple(rows))))
 
 
-def _load_first(config: Config, source: PolicySource, name: str) -> LoadedModel:
+def _load_first(
+    config: Config, source: PolicySource, name: str, open_model: OpenModel
+) -> LoadedModel:
     """Load the model of this name, which may be a checkpoint of the run."""
     if source.run_dir is None:
-        return load_configured(replace(config.model, name=name))
+        return open_model(replace(config.model, name=name)).load()
     weights = find_weights(source.run_dir)
     if weights.is_exported:  # has the settings' template and its variables in it
         exported = replace(config.model, name=name, chat_template=None, chat_template_kwargs={})
-        return load_configured(exported)
+        return open_model(exported).load()
     initial = load_trainable(config)
     with closing(Checkpointer(weights.path.parent, config.checkpoint)) as checkpointer:
         trained = checkpointer.restore_params(trained_part(initial.params), weights.step)
-    return merged(replace(initial, params=overlay(initial.params, trained)))
+    return replace(initial, params=overlay(initial.params, trained))
+
+
+def _load_beside(
+    config: Config, model: LoadedModel, name: str, open_model: OpenModel
+) -> LoadedModel:
+    """Load another policy of the run. If it has no adapters like `model`'s, it gets zero ones."""
+    plain = replace(config.model, name=name, chat_template=None, chat_template_kwargs={})
+    opened, lora = open_model(plain), model.config.execution.lora
+    if opened.config.execution.lora != lora:
+        opened = open_configured(plain)
+    other = opened.load()
+    if lora is not None and opened.config.execution.lora is None:
+        other = adapted(other, lora)
+    return as_policy_beside(model, other)
 
 
 async def run_tasks(

@@ -17,7 +17,7 @@ from lightning_jax.gateway.http.server import local_url
 from lightning_jax.gateway.sessions.open_rollouts import ReadActivity
 from lightning_jax.models.config import AUTO
 from lightning_jax.models.formats.load import LoadedModel, ModelReader, open_configured
-from lightning_jax.models.lora import adapted, adapted_shape
+from lightning_jax.models.lora import adapted, adapted_shape, adapters_beside
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.precision import resolve_dtype
 from lightning_jax.models.shape import DecoderConfig
@@ -288,6 +288,12 @@ def _open_trainable(config: Config) -> ModelReader:
     dtype = config.model.dtype if lora.rank else "float32"
     opened = open_configured(replace(config.model, dtype=dtype))
     _with_adapters(config, opened.config)  # before the weights are read
+    if dtype == "bfloat16" and opened.path is not None and adapters_beside(opened.path):
+        log.warning(
+            "%s has adapters merged, and the new ones begin beside weights rounded to bfloat16; "
+            "most of what a short run changed is lost by that. Set model.dtype=float32 to keep it",
+            opened.name,
+        )
     return opened
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_jax.models.formats.load import LoadedModel, save_hf, whole_directory
-from lightning_jax.models.lora import merged, one_of, write_peft
+from lightning_jax.models.lora import ADAPTERS, MERGED, merged, one_of, write_peft
 from lightning_jax.models.transformer import Params
 
 
@@ -26,7 +26,7 @@ def export(
 
 
 def _write(directory: Path, model: LoadedModel, name: str) -> None:
-    save_hf(directory / "policy" / name, merged(model))
+    save_hf(directory / MERGED / name, merged(model))
     if model.config.execution.lora is not None:
-        with whole_directory(directory / "policy_adapter" / name) as draft:
+        with whole_directory(directory / ADAPTERS / name) as draft:
             write_peft(draft, model.config, model.params, model.name)

@@ -4,6 +4,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 import toy_agent
 from coded import raises_coded
@@ -11,7 +12,8 @@ from coded import raises_coded
 import lightning_jax as lj
 from lightning_jax.models.config import LoraConfig, ModelConfig, PolicyConfig
 from lightning_jax.models.formats.load import save_hf
-from lightning_jax.models.formats.param_names import ModelError
+from lightning_jax.models.formats.param_names import ModelError, flatten, unflatten
+from lightning_jax.models.lora import adapted
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import TINY_RUN, tiny_model
 from lightning_jax.traces.config import RoleConfig
@@ -20,6 +22,7 @@ from lightning_jax.traces.store import TemporaryStore
 from lightning_jax.train.config import Config, EvalConfig
 from lightning_jax.train.directory import EXPORTED
 from lightning_jax.train.loop.inference import PolicySource, open_runner, run_tasks
+from lightning_jax.train.state.export import export
 
 ROLES = {
     "speaker": RoleConfig(agent="speaker", policy="a"),
@@ -65,6 +68,35 @@ async def test_each_policy_of_a_run_answers_its_role(trained: Path) -> None:
     assert len({speaker[1], listener[1], judge[1]}) == 3  # three different weights
     # Before training, adapters change nothing, so all roles get the initial weights.
     assert first[1] == second[1] == third[1] == judge[1]
+
+
+async def test_policies_with_adapters_answer_as_their_run_served_them(tmp_path: Path) -> None:
+    initial = tiny_model(0, num_layers=1)
+    save_hf(tmp_path / "initial", initial)
+    config = load_config(Config, [f"{key}={value}" for key, value in TINY_RUN.items()])
+    config = replace(
+        config,
+        model=ModelConfig(str(tmp_path / "initial"), "bfloat16", lora=LoraConfig(rank=2)),
+        policies={"a": PolicyConfig(), "b": PolicyConfig()},
+        roles=ROLES,
+    )
+    # Adapters so small that no merged weight would be rounded to another one.
+    model = adapted(initial, config.model.lora, number=2)
+    params = {
+        path: leaf + 1e-5 * jnp.arange(2.0)[:, None, None] if path[-1] == "lora_b" else leaf
+        for path, leaf in flatten(model.params).items()
+    }
+    export(tmp_path / "run", model, "", unflatten(params), {"a": 0, "b": 1})
+    (tmp_path / "run" / EXPORTED).write_text('{"step": 7}')
+    task, agent = {"id": "t", "question": "Who?"}, toy_agent.three_policies
+    with closing(TemporaryStore()) as store:
+        source = PolicySource(run_dir=tmp_path / "run")
+        async with open_runner(config, source, store, [task], agent=agent) as runner:
+            (rollout,) = await run_tasks(runner, [task], "eval", 0, 1)
+        assert rollout.status == "scored", rollout
+        calls, _ = spans_to_transitions(store.spans(rollout.rollout_id))
+    a, b, judge = (call.behavior_logprobs[0] for call in calls)
+    assert a == judge != b
 
 
 async def test_a_policy_is_evaluated_in_python(trained: Path) -> None:

@@ -1,17 +1,22 @@
 """Tests of how a run loads its model."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from coded import raises_coded
 
+from lightning_jax.models.config import LoraConfig, ModelConfig
 from lightning_jax.models.formats.load import ModelReader
+from lightning_jax.models.lora import adapted
 from lightning_jax.settings import ConfigError, load_config
-from lightning_jax.testing.tiny import TINY_RUN
+from lightning_jax.testing.tiny import TINY_RUN, tiny_model
 from lightning_jax.train.config import Config
+from lightning_jax.train.loop.startup import load_trainable
 from lightning_jax.train.loop.trainer import train
 from lightning_jax.train.memory import plan
+from lightning_jax.train.state.export import export
 
 
 def test_a_run_that_does_not_fit_reads_no_weights(
@@ -29,3 +34,19 @@ def test_a_run_that_does_not_fit_reads_no_weights(
     with raises_coded(ConfigError, "too_large"):
         asyncio.run(train(config, [{"id": "a"}], [], agent=agent))
     assert reads == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank", "is_told"),
+    [("bfloat16", 2, True), ("float32", 2, False), ("bfloat16", 0, False)],
+)
+def test_adapters_that_begin_beside_rounded_ones_are_told_of(
+    dtype: str, rank: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lora = LoraConfig(rank=2)
+    model = adapted(tiny_model(num_layers=1), lora)
+    export(tmp_path, model, "", model.params, {})
+    config = load_config(Config, [f"{key}={value}" for key, value in TINY_RUN.items()])
+    named = ModelConfig(str(tmp_path / "policy"), lora=replace(lora, rank=rank))
+    load_trainable(replace(config, model=replace(named, dtype=dtype)))
+    assert ("adapters merged" in caplog.text) == is_told
