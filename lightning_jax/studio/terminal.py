@@ -15,6 +15,8 @@ from lightning_jax.studio import DEFAULT_CHARS
 from lightning_jax.studio.records import CallView, Grid, RolloutView, RunView, SpanView, cut
 
 GAP = 2  # cells between columns
+FOLDED = 12  # cells that a folded text needs at least
+MAX_LISTED = 8  # rows whose dropped numbers are listed below a table
 MAX_SPANS = 200  # lines in a waterfall
 # Terminal width from which phase, step, task and reason have their own columns. In narrower ones,
 # task and reason are below the id, and phase and step are omitted: the id contains them.
@@ -189,9 +191,10 @@ def _status(status: str) -> Text:
 
 
 def as_terminal(grid: Grid, width: int) -> RenderableType:
-    """Render a table for a terminal. Long texts are folded, numbers are not.
+    """Render a table for a terminal. Long texts are folded, and no digit of a number is cut.
 
-    If the table is too wide, columns that can be dropped are, the last one first, with a note.
+    If the table is too wide, columns that can be dropped are, and then other numbers, the last one
+    first. Notes have their values, or their names if there are many rows.
     """
     widths = [
         max(map(len, (column.name, *(row[index] for row in grid.rows))))
@@ -201,6 +204,12 @@ def as_terminal(grid: Grid, width: int) -> RenderableType:
     can_drop = [index for index in kept if grid.columns[index].can_drop]
     while can_drop and sum(widths[index] + GAP for index in kept) - GAP > width:
         kept.remove(can_drop.pop())
+    numbers = [index for index in kept[1:] if grid.columns[index].is_number]
+    needed = [
+        w if c.is_number else min(w, FOLDED) for w, c in zip(widths, grid.columns, strict=True)
+    ]
+    while numbers and sum(needed[index] + GAP for index in kept) - GAP > width:
+        kept.remove(numbers.pop())
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
     for column in (grid.columns[index] for index in kept):
         justify = "right" if column.is_number else "left"
@@ -210,8 +219,15 @@ def as_terminal(grid: Grid, width: int) -> RenderableType:
         table.add_row(*(Text(row[index]) for index in kept))
     parts: list[RenderableType] = [Text(grid.title, style="bold underline")] * bool(grid.title)
     parts += [table] * bool(grid.rows)
-    dropped = [column.name for i, column in enumerate(grid.columns) if i not in kept]
-    notes = [*grid.notes, *[f"in a wider terminal: {', '.join(dropped)}"] * bool(dropped)]
+    dropped = [(i, column.name) for i, column in enumerate(grid.columns) if i not in kept]
+    notes = list(grid.notes)
+    if dropped and len(grid.rows) > MAX_LISTED:
+        notes.append(f"in a wider terminal: {', '.join(name for _, name in dropped)}")
+    elif dropped:
+        notes += [
+            f"{row[0]}: {'  '.join(f'{name} {row[index]}' for index, name in dropped)}"
+            for row in grid.rows
+        ]
     return Group(*parts, *(Text(note, style="dim") for note in notes))
 
 

@@ -53,6 +53,20 @@ def test_components_have_columns_beside_the_agents_own_numbers() -> None:
     assert row[-3:] == ["1.000", "0.250", "0.500"]
 
 
+def test_numbers_that_a_narrow_terminal_has_no_room_for_are_listed_whole() -> None:
+    metrics = {"execution_accuracy": 0.404, "exact_match": 0.25}
+    components = {"agent": 0.409, "likeness": 0.464}
+    done = rollout(0, 0.409, phase="eval", metrics=metrics, components=components)
+    calls = {done.rollout_id: Calls(1, 1, 0)}
+    grid = evaluation_table({"all": [done], "source=svamp": [done]}, calls)
+    header, row, _, *below = _lines(as_terminal(grid, 80))
+    assert header[:4] == ["tasks", "n", "reward", "failed"]
+    assert header[-3:] == ["cut", "agent", "likeness"]
+    assert row[:2] == ["all", "1"] and row[-2:] == ["0.409", "0.464"]
+    numbers = ["exact_match", "0.250", "execution_accuracy", "0.404"]
+    assert below == [["all:", *numbers], ["source=svamp:", *numbers]]
+
+
 def test_a_comparison_shows_the_largest_changes() -> None:
     before = {f"t{index}": [0.0] for index in range(MAX_SHOWN + 5)}
     after = {task: [index / 100] for index, task in enumerate(before)}
