@@ -7,6 +7,7 @@ starts equal to the base model. `write_peft` exports adapters as a directory tha
 `peft` loads on top of their model, and `open_policy` reads them again.
 """
 
+import logging
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -37,6 +38,8 @@ from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Params, init_params, layer_of, param_shapes
 from lightning_jax.settings import ConfigError
 from lightning_jax.system.text import in_one_line
+
+log = logging.getLogger(__name__)
 
 ADAPTER_LEAVES = ("lora_a", "lora_b")
 MERGED, ADAPTERS = "policy", "policy_adapter"  # folders of a run's export
@@ -311,6 +314,7 @@ def open_policy(settings: ModelConfig) -> ModelReader:
     whole = open_configured(replace(settings, dtype="float32"))
     lora, adapters = read_peft(folder, whole.config)
     flat = flatten(adapters)
+    log.info("%s is computed with its adapters apart, as its run did (%s)", settings.name, folder)
 
     def read(put: Put) -> Params:
         def put_base(path: ParamPath, leaf: jax.Array) -> jax.Array:
