@@ -9,7 +9,7 @@ starts equal to the base model. `write_peft` exports adapters as a directory tha
 
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 from lightning_jax.models.blocks.layer import adapted_kernels_of, kernels_of
 from lightning_jax.models.config import LoraConfig, ModelConfig
+from lightning_jax.models.formats.advice import ADAPTER
 from lightning_jax.models.formats.huggingface import write_json
 from lightning_jax.models.formats.load import LoadedModel, ModelReader, open_configured
 from lightning_jax.models.formats.param_names import (
@@ -33,7 +34,13 @@ from lightning_jax.models.formats.param_names import (
     named_params,
     unflatten,
 )
-from lightning_jax.models.model_files import ModelError, read_object
+from lightning_jax.models.model_files import (
+    ADAPTERS,
+    MERGED,
+    ModelError,
+    local_path,
+    read_object,
+)
 from lightning_jax.models.shape import DecoderConfig
 from lightning_jax.models.transformer import Params, init_params, layer_of, param_shapes
 from lightning_jax.settings import ConfigError
@@ -42,9 +49,8 @@ from lightning_jax.system.text import in_one_line
 log = logging.getLogger(__name__)
 
 ADAPTER_LEAVES = ("lora_a", "lora_b")
-MERGED, ADAPTERS = "policy", "policy_adapter"  # folders of a run's export
 _PEFT_LEAVES = {"lora_a": "lora_A", "lora_b": "lora_B"}
-_PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PEFT_WEIGHTS = "adapter_model.safetensors"
 _Adapter = tuple[Place, np.ndarray, np.ndarray]  # A [rank, in], B [out, rank]
 
 
@@ -169,12 +175,12 @@ def write_peft(directory: Path, config: DecoderConfig, params: Params, base: str
     for module, adapters in modules.items():
         joined, name = _joined(adapters), module.rpartition(".")[2]
         for leaf, rows in zip(ADAPTER_LEAVES, joined, strict=True):
-            arrays[f"base_model.model.{module}.{_PEFT_LEAVES[leaf]}.weight"] = rows
+            arrays[_peft_name(module, leaf)] = rows
         if len(adapters) > 1:
             ranks[name] = len(adapters)
     safetensors.numpy.save_file(arrays, directory / _PEFT_WEIGHTS, {"format": "pt"})
     write_json(
-        directory / _PEFT_CONFIG,
+        directory / ADAPTER,
         {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -198,16 +204,29 @@ def write_peft(directory: Path, config: DecoderConfig, params: Params, base: str
 
 def _by_module(config: DecoderConfig, params: Params) -> dict[str, list[_Adapter]]:
     """Return the adapters of each module of Hugging Face's model, by its name."""
-    kernels = (param for param in named_params(config.shape) if param.path[-1] == "kernel")
-    places = {param.path[:-1]: param.hf for param in kernels}
+    places = _kernel_places(config)
     modules: dict[str, list[_Adapter]] = {}
     for layer, parts in trained_part(params).items():
         for part, leaves in parts.items():
             a, b = (np.asarray(jax.device_get(leaves[leaf])) for leaf in ADAPTER_LEAVES)
             place = places[layer, part]
             adapter = place, a.astype(np.float32).T, b.astype(np.float32).T
-            modules.setdefault(place.name.removesuffix(".weight"), []).append(adapter)
+            modules.setdefault(_module(place), []).append(adapter)
     return modules
+
+
+def _kernel_places(config: DecoderConfig) -> dict[ParamPath, Place]:
+    """Return the rows of Hugging Face's tensors that are kernels, by (layer, part)."""
+    kernels = (param for param in named_params(config.shape) if param.path[-1] == "kernel")
+    return {param.path[:-1]: param.hf for param in kernels}
+
+
+def _module(place: Place) -> str:
+    return place.name.removesuffix(".weight")
+
+
+def _peft_name(module: str, leaf: str) -> str:
+    return f"base_model.model.{module}.{_PEFT_LEAVES[leaf]}.weight"
 
 
 def _joined(adapters: list[_Adapter]) -> tuple[np.ndarray, np.ndarray]:
@@ -226,14 +245,14 @@ def read_peft(directory: Path, config: DecoderConfig) -> tuple[LoraConfig, Param
 
     Raises ModelError if a file is damaged or is for another model.
     """
-    saved = read_object(directory / _PEFT_CONFIG)
+    saved = read_object(directory / ADAPTER)
     try:
         rank, alpha = int(saved["r"]), float(saved["lora_alpha"])
         arrays = safetensors.numpy.load_file(directory / _PEFT_WEIGHTS)
         parts = {
-            path: _part_of(place, rank, *(arrays[name] for name in names))
-            for path, place, names in _peft_places(config)
-            if names[0] in arrays
+            path: _part_of(place, rank, *(arrays[_peft_name(module, x)] for x in ADAPTER_LEAVES))
+            for path, place in _kernel_places(config).items()
+            if _peft_name(module := _module(place), ADAPTER_LEAVES[0]) in arrays
         }
         targets = tuple(
             sorted({path[-1] for path, (_, _, is_adapted) in parts.items() if is_adapted})
@@ -253,15 +272,6 @@ def read_peft(directory: Path, config: DecoderConfig) -> tuple[LoraConfig, Param
             "those that the run exported. Delete the folder to use the merged weights.",
         ) from error
     return lora, unflatten(leaves)
-
-
-def _peft_places(config: DecoderConfig) -> Iterator[tuple[ParamPath, Place, list[str]]]:
-    """Yield (path of a kernel, its rows of a module, names of the module's A and B)."""
-    for param in named_params(config.shape):
-        if param.path[-1] == "kernel":
-            module = param.hf.name.removesuffix(".weight")
-            names = [f"base_model.model.{module}.{leaf}.weight" for leaf in _PEFT_LEAVES.values()]
-            yield param.path[:-1], param.hf, names
 
 
 def _part_of(
@@ -291,11 +301,14 @@ def _check_shapes(config: DecoderConfig, leaves: Mapping[ParamPath, np.ndarray])
         raise ValueError("they are for a model of another shape")
 
 
-def adapters_beside(policy: Path) -> Path | None:
-    """Return the folder of the adapters that an exported policy has merged, if there are any."""
-    for parent, name in ((policy, ""), (policy.parent, policy.name)):
-        folder = parent.parent / ADAPTERS / name
-        if parent.name == MERGED and (folder / _PEFT_CONFIG).is_file():
+def adapters_beside(name: str) -> Path | None:
+    """Return the folder of the adapters that a model has merged if a run exported it with some."""
+    if (path := local_path(name)) is None:
+        return None
+    policy = path.absolute()
+    for parent, inner in ((policy, ""), (policy.parent, policy.name)):
+        folder = parent.parent / ADAPTERS / inner
+        if parent.name == MERGED and (folder / ADAPTER).is_file():
             return folder
     return None
 
@@ -304,13 +317,12 @@ def open_policy(settings: ModelConfig) -> ModelReader:
     """Open a model as `open_configured` does, and a run's exported policy as the run served it.
 
     With weights in bfloat16 that is with its adapters apart. Rounded after they are merged, a
-    weight stays as it was unless its change is half of the grid spacing there, and a run of a few
-    dozen steps changes most weights by less.
+    weight stays as it was unless its change is half of the grid spacing there. A short run changes
+    many weights by less.
     """
-    opened = open_configured(settings)
-    folder = None if opened.path is None else adapters_beside(opened.path)
+    folder = adapters_beside(settings.name)
     if folder is None or settings.dtype == "float32":
-        return opened
+        return open_configured(settings)
     whole = open_configured(replace(settings, dtype="float32"))
     lora, adapters = read_peft(folder, whole.config)
     flat = flatten(adapters)

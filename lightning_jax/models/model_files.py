@@ -17,6 +17,7 @@ POINTER_ADVICE = (
 )
 SMOLLM2 = "smollm2-135m-instruct"
 TINY = "tiny"  # a random model, see models/formats/find.py
+MERGED, ADAPTERS = "policy", "policy_adapter"  # folders of what a run exports
 MAX_CHARS = 2000  # of an error
 
 

@@ -312,8 +312,8 @@ class RewardConfig(Section):
     judge: JudgeConfig | None = None
     """A model that scores the attempts."""
     in_evaluations: bool = True
-    """False: it only helps training, such as by telling wrong attempts apart. Evaluations and a
-    search for prompts show it, and leave it out of their reward."""
+    """False: it counts only in training, as partial credit for wrong answers should. Evaluations
+    and a search for prompts show it, and leave it out of their reward."""
 
     def rules(self) -> Iterator[Rule]:
         for name in ("function", "group"):

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from filelock import FileLock, Timeout
 
 from lightning_jax.errors import Coded
+from lightning_jax.models.model_files import MERGED
 from lightning_jax.settings import ConfigError
 from lightning_jax.settings.paths import absolute_paths
 from lightning_jax.system.files import make_private, warn_if_open, write_whole
@@ -98,7 +99,7 @@ def find_weights(directory: Path) -> TrainedWeights:
     Raises ConfigError if there is neither.
     """
     if (step := exported_step(directory)) is not None:
-        return TrainedWeights(step, directory / "policy", is_exported=True)
+        return TrainedWeights(step, directory / MERGED, is_exported=True)
     if (step := newest_checkpoint(directory)) >= 0:
         return TrainedWeights(step, directory / CHECKPOINTS / str(step), is_exported=False)
     fact, fix = "does not exist", "check the path"

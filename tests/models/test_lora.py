@@ -234,7 +234,7 @@ def test_an_exported_policy_in_bfloat16_keeps_its_adapters_apart(family, targets
     for path, leaf in expected.items():
         assert got[path].dtype == leaf.dtype, path
         np.testing.assert_array_equal(got[path], leaf, str(path))
-    # Merged and rounded, the kernels lose most of what the adapters learned.
+    # Merged and rounded, a kernel loses much of what its adapter learned.
     kernel = (*next(path for path in expected if path[-1] == "lora_a")[:-1], "kernel")
     whole = flatten(merged(model).params)[kernel]
     change = np.asarray(whole) - np.asarray(expected[kernel], np.float32)
@@ -248,10 +248,10 @@ def test_an_exported_policy_in_bfloat16_keeps_its_adapters_apart(family, targets
 
 def test_adapters_lie_beside_the_policy_that_has_them_merged(tmp_path):
     _export(tmp_path, MODEL, LORA, "writer")
-    assert adapters_beside(tmp_path / "policy/writer") == tmp_path / "policy_adapter/writer"
+    assert adapters_beside(str(tmp_path / "policy/writer")) == tmp_path / "policy_adapter/writer"
     (tmp_path / "policy_adapter/writer").rename(tmp_path / "policy_adapter/other")
-    assert adapters_beside(tmp_path / "policy/writer") is None
-    assert adapters_beside(tmp_path / "policy") is None
+    assert adapters_beside(str(tmp_path / "policy/writer")) is None
+    assert adapters_beside(str(tmp_path / "policy")) is None
 
 
 @pytest.mark.parametrize("kind", ["cut", "no weights", "another model", "no rank"])

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from lightning_jax.models.config import ModelConfig
+from lightning_jax.models.formats.load import ModelReader, open_configured
 from lightning_jax.models.lora import open_policy, overlay, trained_part
+from lightning_jax.models.model_files import MERGED
 from lightning_jax.models.policies import Policy
 from lightning_jax.models.transformer import Params
 from lightning_jax.train.config import Config
@@ -40,9 +41,10 @@ def find_sources(
     if base is None or base == config.model.name:
         weights_sources = {0: WeightsSource(label + config.model.name, lambda initial: initial)}
     else:
-        weights_sources = {0: WeightsSource(label + base, _loads(base, config.model.dtype))}
+        load = _loads(open_configured, base, config)
+        weights_sources = {0: WeightsSource(label + base, load)}
     # Several adapters are each exported in a separate copy, so no export holds them all.
-    exported = run_dir / "policy" / policy
+    exported = run_dir / MERGED / policy
     if (
         exported_step(run_dir) == last_version > 0
         and not config.policy_table.adapters
@@ -50,9 +52,8 @@ def find_sources(
     ):
         # If a single adapter is merged in the weights, the fresh one on top of them is zero.
         name = f"{label}policy{f'/{policy}' if policy else ''}"
-        weights_sources[last_version] = WeightsSource(
-            name, _loads(str(exported), config.model.dtype)
-        )
+        load = _loads(open_policy, str(exported), config)
+        weights_sources[last_version] = WeightsSource(name, load)
     directory = run_dir / CHECKPOINTS
     if directory.is_dir():
 
@@ -68,7 +69,9 @@ def find_sources(
     return weights_sources
 
 
-def _loads(name: str, dtype: Literal["float32", "bfloat16", "auto"]) -> Callable[[Params], Params]:
+def _loads(
+    open_model: Callable[[ModelConfig], ModelReader], name: str, config: Config
+) -> Callable[[Params], Params]:
     """Return a function that lays the named model's weights over its argument."""
-    model = ModelConfig(name=name, dtype=dtype)
-    return lambda initial: overlay(initial, open_policy(model).load().params)
+    model = ModelConfig(name, config.model.dtype)
+    return lambda initial: overlay(initial, open_model(model).load().params)

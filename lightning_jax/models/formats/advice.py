@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from lightning_jax.models.model_files import part_names, read_object
+from lightning_jax.models.model_files import ADAPTERS, MERGED, part_names, read_object
 
 ADAPTER = "adapter_config.json"
 # Weights in formats that are not read here, and other files with such endings.
@@ -44,7 +44,7 @@ def on_no_safetensors(directory: Path) -> str:
 def adapter_advice(directory: Path) -> str:
     """Return what to do about a directory with an adapter of PEFT instead of a model."""
     base = read_object(directory / ADAPTER).get("base_model_name_or_path")
-    parts = ("policy" if part == "policy_adapter" else part for part in directory.parts)
+    parts = (MERGED if part == ADAPTERS else part for part in directory.parts)
     merged = Path(*parts)
     instead = (
         "merge it with peft's merge_and_unload and save the result, or use the folder `policy` of "

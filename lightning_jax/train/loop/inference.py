@@ -1,6 +1,6 @@
 """Rollouts without training, on a policy or on another server. No run directory is written."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,12 +13,7 @@ from lightning_jax.engine.engine import Engine, make_programs
 from lightning_jax.gateway.app import Gateway
 from lightning_jax.gateway.calls.remote import RemoteEngine, remote_routing
 from lightning_jax.models.config import ModelConfig
-from lightning_jax.models.formats.load import (
-    LoadedModel,
-    ModelReader,
-    as_policy_beside,
-    open_configured,
-)
+from lightning_jax.models.formats.load import LoadedModel, as_policy_beside, open_configured
 from lightning_jax.models.lora import adapted, open_policy, overlay, trained_part
 from lightning_jax.models.mesh import serving_mesh
 from lightning_jax.models.policies import TEACHER, PolicyTable
@@ -47,7 +42,6 @@ from lightning_jax.train.state.checkpoint import Checkpointer
 from lightning_jax.train.watch.progress import Progress, count_work, show_progress
 from lightning_jax.types import Metrics, Rollout, Task
 
-OpenModel = Callable[[ModelConfig], ModelReader]
 BAR = "{percentage:3.0f}%|{bar:20}|{postfix}"  # the postfix is `Progress.line`
 
 
@@ -175,12 +169,7 @@ def serve_policies(config: Config, source: PolicySource, store: Store) -> Gatewa
     rows = [row for row in routing.policies.rows if row.name != TEACHER]
     names = trained + [config.model.name] * (len(rows) - len(trained))  # of fixed rows
     first, *others = distinct = list(dict.fromkeys(names))
-
-    def opener(name: str) -> OpenModel:
-        is_exported = name in trained if source.run_dir else not others
-        return open_policy if is_exported else open_configured
-
-    model = _load_first(config, source, first, opener(first))
+    model = _load_first(config, source, first)
     mesh = serving_mesh(config.serve.mesh, config.mesh)
     programs = make_programs(model.config, config.serve, dtype=config.model.dtype, mesh=mesh)
     make_engine = partial(Engine, serve=config.serve, programs=programs)
@@ -188,8 +177,8 @@ def serve_policies(config: Config, source: PolicySource, store: Store) -> Gatewa
     for name in others:
         is_trained = name in trained
         version = source.version if is_trained else 0
-        other = _load_beside(config, model, name, opener(name))
-        engine.add(make_engine(other, version=version), are_counted=is_trained)
+        other = make_engine(_load_beside(config, model, name), version=version)
+        engine.add(other, are_counted=is_trained)
     rows = [
         replace(row, weights=distinct.index(name), adapter=None)
         for row, name in zip(rows, names, strict=True)
@@ -197,34 +186,34 @@ def serve_policies(config: Config, source: PolicySource, store: Store) -> Gatewa
     return Gateway(engine, store, routing=replace(routing, policies=PolicyTable(tuple(rows))))
 
 
-def _load_first(
-    config: Config, source: PolicySource, name: str, open_model: OpenModel
-) -> LoadedModel:
+def _load_first(config: Config, source: PolicySource, name: str) -> LoadedModel:
     """Load the model of this name, which may be a checkpoint of the run."""
     if source.run_dir is None:
-        return open_model(replace(config.model, name=name)).load()
+        return open_policy(replace(config.model, name=name)).load()
     weights = find_weights(source.run_dir)
-    if weights.is_exported:  # has the settings' template and its variables in it
-        exported = replace(config.model, name=name, chat_template=None, chat_template_kwargs={})
-        return open_model(exported).load()
+    if weights.is_exported:
+        return open_policy(_plain(config, name)).load()
     initial = load_trainable(config)
     with closing(Checkpointer(weights.path.parent, config.checkpoint)) as checkpointer:
         trained = checkpointer.restore_params(trained_part(initial.params), weights.step)
     return replace(initial, params=overlay(initial.params, trained))
 
 
-def _load_beside(
-    config: Config, model: LoadedModel, name: str, open_model: OpenModel
-) -> LoadedModel:
+def _load_beside(config: Config, model: LoadedModel, name: str) -> LoadedModel:
     """Load another policy of the run. If it has no adapters like `model`'s, it gets zero ones."""
-    plain = replace(config.model, name=name, chat_template=None, chat_template_kwargs={})
-    opened, lora = open_model(plain), model.config.execution.lora
-    if opened.config.execution.lora != lora:
+    plain, lora = _plain(config, name), model.config.execution.lora
+    opened = open_policy(plain)
+    if opened.config.execution.lora not in (None, lora):
         opened = open_configured(plain)
     other = opened.load()
     if lora is not None and opened.config.execution.lora is None:
         other = adapted(other, lora)
     return as_policy_beside(model, other)
+
+
+def _plain(config: Config, name: str) -> ModelConfig:
+    """Return settings of a model whose template is its own, as an exported policy's is."""
+    return replace(config.model, name=name, chat_template=None, chat_template_kwargs={})
 
 
 async def run_tasks(

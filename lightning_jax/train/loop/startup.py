@@ -288,11 +288,11 @@ def _open_trainable(config: Config) -> ModelReader:
     dtype = config.model.dtype if lora.rank else "float32"
     opened = open_configured(replace(config.model, dtype=dtype))
     _with_adapters(config, opened.config)  # before the weights are read
-    if dtype == "bfloat16" and opened.path is not None and adapters_beside(opened.path):
+    if dtype == "bfloat16" and adapters_beside(config.model.name):
         log.warning(
-            "%s has adapters merged, and the new ones begin beside weights rounded to bfloat16; "
-            "most of what a short run changed is lost by that. Set model.dtype=float32 to keep it",
-            opened.name,
+            "%s has adapters merged into its weights. They are rounded to bfloat16 here, which "
+            "loses a part of what its run changed; set model.dtype=float32 to keep all of it",
+            config.model.name,
         )
     return opened
 

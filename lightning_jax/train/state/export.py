@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_jax.models.formats.load import LoadedModel, save_hf, whole_directory
-from lightning_jax.models.lora import ADAPTERS, MERGED, merged, one_of, write_peft
+from lightning_jax.models.lora import merged, one_of, write_peft
+from lightning_jax.models.model_files import ADAPTERS, MERGED
 from lightning_jax.models.transformer import Params
 
 

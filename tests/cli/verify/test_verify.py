@@ -8,21 +8,27 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from toy_runs import TASKS, toy_config
 
 from lightning_jax.cli.main import main
 from lightning_jax.cli.verify import VerifyError, as_text, verify
+from lightning_jax.cli.verify.weights import find_sources
+from lightning_jax.models.config import LoraConfig, ModelConfig
 from lightning_jax.models.formats.load import save_hf
+from lightning_jax.models.lora import adapted
+from lightning_jax.models.policies import Policy
 from lightning_jax.rl.config import OptimizerConfig
 from lightning_jax.rollouts.config import RolloutConfig
 from lightning_jax.settings import ConfigError
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.traces import attributes
 from lightning_jax.traces.store import Store
-from lightning_jax.train.config import CheckpointConfig, EvalConfig
+from lightning_jax.train.config import CheckpointConfig, Config, EvalConfig
 from lightning_jax.train.loop.trainer import train
+from lightning_jax.train.state.export import export
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +93,16 @@ def test_without_checkpoints_the_exported_policy_is_the_last_version(run: Path) 
     assert report.not_compared == {"weights_not_kept": 16} and report.off == []
     (run / "policy.json").write_text('{"step": 2}')  # the run continued without a new export
     assert verify(run).not_compared == {"weights_not_kept": 18}
+
+
+def test_a_base_with_merged_adapters_is_read_as_the_trainer_reads_it(tmp_path: Path) -> None:
+    model = adapted(tiny_model(num_layers=1), LoraConfig(rank=2))
+    export(tmp_path, model, "", model.params, {})
+    config = Config(model=ModelConfig("tiny", "bfloat16"))
+    row = Policy("a", base=str(tmp_path / "policy"))
+    initial = tiny_model(num_layers=1).params
+    read = find_sources(tmp_path / "run", config, 0, row)[0].load(initial)
+    assert jax.tree.structure(read) == jax.tree.structure(initial)
 
 
 def test_calls_that_the_run_has_set_aside_are_counted(run: Path) -> None:

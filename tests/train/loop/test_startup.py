@@ -49,4 +49,4 @@ def test_adapters_that_begin_beside_rounded_ones_are_told_of(
     config = load_config(Config, [f"{key}={value}" for key, value in TINY_RUN.items()])
     named = ModelConfig(str(tmp_path / "policy"), lora=replace(lora, rank=rank))
     load_trainable(replace(config, model=replace(named, dtype=dtype)))
-    assert ("adapters merged" in caplog.text) == is_told
+    assert ("adapters merged into" in caplog.text) == is_told
