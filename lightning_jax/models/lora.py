@@ -326,7 +326,7 @@ def open_policy(settings: ModelConfig) -> ModelReader:
     whole = open_configured(replace(settings, dtype="float32"))
     lora, adapters = read_peft(folder, whole.config)
     flat = flatten(adapters)
-    log.info("%s is computed with its adapters apart, as its run did (%s)", settings.name, folder)
+    log.info("keeping the adapters of %s apart from its weights, as its run did", settings.name)
 
     def read(put: Put) -> Params:
         def put_base(path: ParamPath, leaf: jax.Array) -> jax.Array:
