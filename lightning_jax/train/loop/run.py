@@ -307,8 +307,8 @@ class Run:
         During an update, wait for its end. If it failed, write none.
         """
         self.collector.begin_phase("checkpoint")
-        await self.saved()
         async with self._changes:
+            await self.saved()  # an update that ended meanwhile may have begun one
             if self._positions is None:
                 return False
             await self._begin_save()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +78,32 @@ def test_a_stop_keeps_finished_steps(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with contextlib.closing(Store(tmp_path / "run/store.sqlite")) as store:
         stopped = [r for r in store.rollouts(step=1) if r.status == "stopped"]
         assert stopped and {r.reason for r in stopped} == {"stop"}
+
+
+def test_a_stop_waits_for_the_checkpoint_of_its_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(_config(tmp_path / "run"), checkpoint=CheckpointConfig(every=1))
+    stopping, saving = threading.Event(), threading.Lock()
+    update, save, saved = Replica.update, Replica.save, list[bool]()
+
+    def stopped(replica: Replica, *arguments: object) -> object:
+        if replica.step == 1:
+            stopping.set()
+            time.sleep(0.3)  # until the stop waits for this update
+        return update(replica, *arguments)  # type: ignore[arg-type]
+
+    def slow(replica: Replica, positions: dict[str, object]) -> None:
+        saved.append(saving.acquire(blocking=False))
+        time.sleep(0.3)
+        save(replica, positions)
+        saving.release()
+
+    monkeypatch.setattr(Replica, "update", stopped)
+    monkeypatch.setattr(Replica, "save", slow)
+    asyncio.run(_stopped_at(stopping, config, toy_agent.run))
+    assert saved == [True, True, True]  # the last finds that step 2 is saved
+    assert _steps(config) == ([2], 2)
 
 
 def test_a_broken_agent_keeps_finished_steps(tmp_path: Path) -> None:
