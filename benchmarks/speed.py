@@ -1,29 +1,37 @@
-"""Measure a decode step, a prefill and a gradient against the matrix products that they need.
+"""Measure a decode step, a prefill and a gradient against the products and reads that they need.
 
-Each figure is the median of several runs. The limit is measured in the same process: the time that
-one large float32 (or bfloat16) matrix product takes for the same number of floating-point
-operations.
+Each figure is the median of several runs. The limits are measured in the same process: the time
+that large float32 (or bfloat16) matrix products take for the same number of floating-point
+operations, and the time to read the weights once, a thread for each core. The ratio is to the
+longer of the two.
 
     python benchmarks/speed.py [--model smollm2-135m-instruct] [--slots 16] [--context 256]
+    python benchmarks/speed.py --model FILE.gguf --dtype bfloat16 --activation-dtype float32 \
+        --lora-rank 32
 """
 
 import argparse
 import functools
+import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from lightning_jax.engine.config import ServeConfig
 from lightning_jax.engine.device.slots import Fill, SlotPrograms
 from lightning_jax.engine.device.table import SlotTable
 from lightning_jax.engine.types import SamplingParams
-from lightning_jax.models.formats.load import load_model
+from lightning_jax.models.config import LoraConfig
+from lightning_jax.models.formats.load import LoadedModel, load_model
+from lightning_jax.models.lora import adapted, frozen_part, trained_part
 from lightning_jax.rl.batches.batching import make_batches
 from lightning_jax.rl.batches.microbatches import bundles
 from lightning_jax.rl.config import BatchConfig
@@ -50,30 +58,64 @@ def flops_per_s(dtype: Any) -> float:
     return 2 * 2048**3 / median_s(lambda: product(x, x), 5)
 
 
-def report(name: str, seconds: float, tokens: int, flops: float, rate: float) -> None:
-    limit = flops / rate
-    print(
-        f"{name:32s} {1e3 * seconds:9.1f} ms {tokens / seconds:9.0f} tokens/s   "
-        f"limit {1e3 * limit:8.1f} ms   ratio {seconds / limit:5.2f}"
-    )
+def bytes_per_s() -> float:
+    """Return the bytes/s at which all cores together read arrays of 256 MiB, each its own."""
+    arrays = [np.ones(2**26, np.float32) for _ in range(os.cpu_count() or 1)]
+    with ThreadPoolExecutor(len(arrays)) as pool:
+        return sum(x.nbytes for x in arrays) / median_s(lambda: list(pool.map(np.max, arrays)), 7)
+
+
+@dataclass(frozen=True)
+class Limits:
+    flops_per_s: float
+    bytes_per_s: float
+
+    def report(self, name: str, seconds: float, tokens: int, flops: float, weights: int) -> None:
+        """Print one figure beside what its products and one read of `weights` bytes take."""
+        times = {"products": flops / self.flops_per_s, "reads": weights / self.bytes_per_s}
+        bound = max(times, key=lambda kind: times[kind])
+        print(
+            f"{name:32s} {1e3 * seconds:9.1f} ms {tokens / seconds:9.0f} tokens/s   "
+            + "   ".join(f"{kind} {1e3 * value:8.1f} ms" for kind, value in times.items())
+            + f"   ratio to {bound} {seconds / times[bound]:5.2f}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--activation-dtype")
+    parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--context", type=int, default=256)
     args = parser.parse_args()
-    model = load_model(args.model, args.dtype)
-    size = sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    body = size - model.params["embed"]["embedding"].size
-    rate = flops_per_s(jnp.dtype(args.dtype))
-    print(f"{args.model} {args.dtype} on {jax.devices()[0].device_kind}: {rate / 1e9:.0f} GFLOP/s")
-    serve = ServeConfig(slots=args.slots, max_len=2 * args.context, prefill_buckets=(args.context,))
-    engine = SlotPrograms(model.config, serve, dtype=args.dtype)
-    params, ids = engine.put_on_mesh(model.params), list(range(5, 5 + args.context))
-    box, fills = [engine.init_state()], [Fill(0, 0, ids)]
+    model = load_model(args.model, args.dtype, args.activation_dtype)
+    model = adapted(model, LoraConfig(rank=args.lora_rank, alpha=args.lora_rank or 1))
+    limits = Limits(flops_per_s(jnp.dtype(args.dtype)), bytes_per_s())
+    print(
+        f"{args.model} {args.dtype} on {jax.devices()[0].device_kind}: "
+        f"{limits.flops_per_s / 1e9:.0f} GFLOP/s, {limits.bytes_per_s / 1e9:.0f} GB/s"
+    )
+    measure_serving(model, args.dtype, args.slots, args.context, limits)
+    measure_gradient(model, args.dtype, args.context, limits)
+
+
+def sizes_of(model: LoadedModel) -> tuple[int, int, int]:
+    """Return the weights of the layers, those of the head, and the bytes of all."""
+    leaves = jax.tree.leaves(model.params)
+    head = model.params["embed"]["embedding"].size
+    return sum(leaf.size for leaf in leaves) - head, head, sum(leaf.nbytes for leaf in leaves)
+
+
+def measure_serving(
+    model: LoadedModel, dtype: str, slots: int, context: int, limits: Limits
+) -> None:
+    body, head, weights = sizes_of(model)
+    serve = ServeConfig(slots=slots, max_len=2 * context, prefill_buckets=(context,))
+    engine = SlotPrograms(model.config, serve, dtype=dtype)
+    params, fills = engine.put_on_mesh(model.params), [Fill(0, 0, prompt_of(context))]
+    box = [engine.init_state()]
 
     def fill() -> Any:
         cache = engine.prefill(params, box[0].cache, fills)
@@ -81,37 +123,57 @@ def main() -> None:
         return cache
 
     seconds = median_s(fill, 5)
-    report(f"prefill of {args.context}", seconds, args.context, 2 * body * args.context, rate)
-    table = SlotTable(args.slots)
-    for slot in range(args.slots):
-        table.begin(slot, 7, args.context - 64, SamplingParams(), slot)
+    limits.report(f"prefill of {context}", seconds, context, 2 * body * context, weights)
+    table = SlotTable(slots)
+    for slot in range(slots):
+        table.begin(slot, 7, context - 64, SamplingParams(), slot)
 
     def step() -> Any:
-        box[0], sampled = engine.generate(params, box[0], table, range(args.slots))
+        box[0], sampled = engine.generate(params, box[0], table, range(slots))
         return sampled
 
     seconds = median_s(step, 20)
-    report(f"decode step of {args.slots} slots", seconds, args.slots, 2 * size * args.slots, rate)
-    # Sixteen responses of 32 tokens to one prompt, like a GRPO group.
+    flops = 2 * (body + head) * slots
+    limits.report(f"decode step of {slots} slots", seconds, slots, flops, weights)
+
+
+def prompt_of(length: int) -> list[int]:
+    return list(range(5, 5 + length))
+
+
+def measure_gradient(model: LoadedModel, dtype: str, context: int, limits: Limits) -> None:
+    """Measure sixteen responses of 32 tokens to one prompt, like a GRPO group."""
+    ids = tuple(prompt_of(context))
     sequences = [
-        TrainingSequence(tuple(ids), tuple(range(9 + k, 41 + k)), (-1.0,) * 32, 1.0, 1 / 512)
+        TrainingSequence(ids, tuple(range(9 + k, 41 + k)), (-1.0,) * 32, 1.0, 1 / 512)
         for k in range(16)
     ]
     config = BatchConfig(rows=1, row_len=1024, max_targets=512, head_chunk=128)
     (batch,), stats = make_batches(sequences, config)
     objective = policy_objective(clip_low=0.2, clip_high=0.2)
-    functions = make_train_functions(model.config, optax.identity(), objective, head_chunk=128)
-    sums = [zero_accumulators(functions, model.params)]
+    functions = make_train_functions(
+        model.config.with_execution(scans_layers=jax.default_backend() == "cpu"),
+        optax.identity(),
+        objective,
+        head_chunk=128,
+        compute_dtype=jnp.dtype(dtype),
+    )
+    base = frozen_part(model.params)
+    trained = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained_part(model.params))
+    sums = [zero_accumulators(functions, trained)]
 
     def grads() -> Any:
-        sums[0] = functions.grads_fn(model.params, *sums[0], *bundles([batch])[0], None)
+        bundle, count = bundles([batch])[0]
+        sums[0] = functions.grads_fn(trained, *sums[0], bundle, count, None, None, base)
         return sums[0][1]
 
-    nodes = int(stats["train/tokens_forest"])
-    flops = 6 * (body * 1024 + model.params["embed"]["embedding"].size * 512)
+    body, head, weights = sizes_of(model)
+    nodes, naive = int(stats["train/tokens_forest"]), stats["train/tokens_naive"]
+    # Forward and backward, a product each. Trained weights need one more for their own gradient.
+    used, learned = body * 1024 + head * 512, sum(leaf.size for leaf in jax.tree.leaves(trained))
+    flops = 4 * used + 2 * (used if base is None else learned * 1024)
     seconds = median_s(grads, 3)
-    report(f"gradient, row of 1024, {nodes} used", seconds, nodes, flops, rate)
-    naive = stats["train/tokens_naive"]
+    limits.report(f"gradient, row of 1024, {nodes} used", seconds, nodes, flops, weights)
     print(f"the same calls one by one are {naive:.0f} tokens: {naive / seconds:.0f} tokens/s")
 
 

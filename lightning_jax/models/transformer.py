@@ -190,13 +190,31 @@ def _embed(params: Params, config: DecoderConfig, tokens: Int[Array, "B T"]) -> 
 @jax.custom_vjp
 def _look_up(table: Table, tokens: Int[Array, "B T"]) -> Hidden:
     """Return the tokens' rows of the table. Gradients are summed in float32 for any dtype."""
-    return table[tokens]
+    return _rows(table, tokens)
+
+
+def _rows(table: Table, tokens: Int[Array, "B T"]) -> Hidden:
+    """Return the tokens' rows.
+
+    XLA on a CPU reads bfloat16 rows as float32. In a loop it would make float32 of the whole table
+    first, because the table is the same in all iterations. The barrier ties it to the tokens.
+    """
+
+    def on_cpu(table: Table, tokens: Array) -> Hidden:
+        table, tokens = jax.lax.optimization_barrier((table, tokens))
+        return table[tokens]
+
+    if table.dtype != jnp.bfloat16:
+        return table[tokens]
+    return jax.lax.platform_dependent(
+        table, tokens, cpu=on_cpu, default=lambda table, tokens: table[tokens]
+    )
 
 
 def _look_up_forward(
     table: Table, tokens: Int[Array, "B T"]
 ) -> tuple[Hidden, tuple[Table, Int[Array, "B T"]]]:
-    return table[tokens], (table, tokens)
+    return _look_up(table, tokens), (table, tokens)
 
 
 def _look_up_backward(saved: tuple[Table, Int[Array, "B T"]], grad: Hidden) -> tuple[Table, None]:

@@ -45,6 +45,24 @@ def test_chunked_prefill_then_decode_equals_one_full_pass():
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), full, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loop_makes_no_copy_of_the_table_of_embeddings(dtype):
+    table, tokens = jnp.ones((4096, 32), dtype), _tokens(4, 8).reshape(4, 1, 8)
+    config = MODEL.config.with_execution(activation_dtype="float32")
+
+    @jax.jit
+    def embeddings(table, tokens):
+        def add(total, some):
+            embed = partial(_embed, config=config, tokens=some)
+            return total + jax.vjp(embed, {"embed": {"embedding": table}})[0], None
+
+        return jax.lax.scan(add, jnp.zeros((1, 8, 32)), tokens)[0]
+
+    compiled = embeddings.lower(table, tokens).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes
+    np.testing.assert_array_equal(compiled(table, tokens), 4)
+
+
 def test_prefill_padding_is_not_written_and_changes_nothing():
     tokens, positions = _tokens(1, 160), _depths(1, 160)
     padded = positions.at[:, 100:].set(256)

@@ -80,6 +80,21 @@ def test_for_a_bfloat16_kernels_gradient_one_cpu_lays_activations_out_anew(monke
     assert "LayoutConstraint" not in program(8)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loop_of_gradients_makes_no_copy_of_the_kernel(dtype):
+    kernel, inputs = jnp.ones((256, 2048), dtype), jnp.ones((4, 2, 8, 256))
+
+    @jax.jit
+    def gradients(kernel, inputs):
+        def add(total, x):
+            return total + jax.grad(lambda x: (matmul(x, kernel) ** 2).sum())(x), None
+
+        return jax.lax.scan(add, jnp.zeros(inputs.shape[1:]), inputs)[0]
+
+    memory = gradients.lower(kernel, inputs).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < kernel.nbytes
+
+
 @pytest.mark.parametrize("rows", [(1, 1), (FEW_ROWS, 1), (2, FEW_ROWS)])  # kernel left, left, right
 def test_a_turned_kernel_gives_the_same_product(rows):
     x = jnp.asarray(RANDOM.standard_normal((*rows, 6)))
