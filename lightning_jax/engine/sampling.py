@@ -92,8 +92,9 @@ def sample(
 
     Filters apply in this order: bias, mask, temperature, top_k, top_p, min_p. Logits equal to the
     last one kept are kept, too. Each row must have a token that neither a bias of -inf nor the mask
-    forbids. Branches skip what no row needs: the draw if all rows are greedy, the thresholds if no
-    row filters, and the likeliest tokens. With `work` there are no branches.
+    forbids. Branches skip what no row needs: the draw if all rows are greedy, the best token if
+    none is, the thresholds if no row filters, and the likeliest tokens. With `work` there are no
+    branches.
     """
     logits = logits.astype(jnp.float32)
     biased = logits
@@ -125,7 +126,12 @@ def sample(
         drawn, drawn_logprobs = jax.lax.switch(kind, (nothing, draw, filter_and_draw), scaled)
     else:
         drawn, drawn_logprobs = filter_and_draw(scaled) if work.filters else draw(scaled)
-    tokens = jnp.where(greedy, jnp.argmax(biased, axis=-1).astype(jnp.int32), drawn)
+
+    def best() -> Int32[Array, " S"]:
+        return jnp.argmax(biased, axis=-1).astype(jnp.int32)
+
+    highest = best() if work is not None else jax.lax.cond(jnp.any(greedy), best, lambda: drawn)
+    tokens = jnp.where(greedy, highest, drawn)
     behavior = _logprobs(logits, tokens)
 
     def temper() -> Float[Array, " S"]:

@@ -69,9 +69,7 @@ def _input_gradient(dtype: Any, out_grad: Array, kernel: Array, axis: int) -> Ar
 
     if axis == 1:
         return kernel_on_right(out_grad, kernel)
-    return jax.lax.platform_dependent(
-        out_grad, kernel, cpu=kernel_on_left, default=kernel_on_right
-    )
+    return jax.lax.platform_dependent(out_grad, kernel, cpu=kernel_on_left, default=kernel_on_right)
 
 
 def _product_as(dtype: Any, left: Array, right: Array, axes: tuple[int, int]) -> Array:

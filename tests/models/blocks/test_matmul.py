@@ -92,7 +92,7 @@ def test_a_loop_of_gradients_makes_no_copy_of_the_kernel(dtype):
         return jax.lax.scan(add, jnp.zeros(inputs.shape[1:]), inputs)[0]
 
     memory = gradients.lower(kernel, inputs).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < kernel.nbytes
+    assert memory is not None and memory.temp_size_in_bytes < kernel.nbytes
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (FEW_ROWS, 1), (2, FEW_ROWS)])  # kernel left, left, right
