@@ -56,7 +56,8 @@ def _input_gradient(dtype: Any, out_grad: Array, kernel: Array, axis: int) -> Ar
     """Return the product of `out_grad` with the kernel, over the kernel's other axis.
 
     With a kernel [I, O] on the right, XLA on a CPU makes a transposed copy of it for all iterations
-    of a loop: of all weights before the first microbatch. On the left it is read as it lies.
+    of a loop: of all weights before the first microbatch. On the left it is read as it lies. With
+    several devices the sums between them would be of transposed arrays, so it stays on the right.
     """
 
     def kernel_on_right(out_grad: Array, kernel: Array) -> Array:
@@ -67,7 +68,7 @@ def _input_gradient(dtype: Any, out_grad: Array, kernel: Array, axis: int) -> Ar
         product = _product_as(dtype, kernel, rows, (1, 1)).T
         return product.reshape(*out_grad.shape[:-1], len(kernel))
 
-    if axis == 1:
+    if axis == 1 or jax.device_count() > 1:
         return kernel_on_right(out_grad, kernel)
     return jax.lax.platform_dependent(out_grad, kernel, cpu=kernel_on_left, default=kernel_on_right)
 
