@@ -130,8 +130,9 @@ def sample(
     def best() -> Int32[Array, " S"]:
         return jnp.argmax(biased, axis=-1).astype(jnp.int32)
 
-    highest = best() if work is not None else jax.lax.cond(jnp.any(greedy), best, lambda: drawn)
-    tokens = jnp.where(greedy, highest, drawn)
+    # Without a greedy row any token will do.
+    likely = best() if work is not None else jax.lax.cond(jnp.any(greedy), best, lambda: drawn)
+    tokens = jnp.where(greedy, likely, drawn)
     behavior = _logprobs(logits, tokens)
 
     def temper() -> Float[Array, " S"]:

@@ -214,7 +214,7 @@ def _rows(table: Table, tokens: Int[Array, "B T"]) -> Hidden:
 def _look_up_forward(
     table: Table, tokens: Int[Array, "B T"]
 ) -> tuple[Hidden, tuple[Table, Int[Array, "B T"]]]:
-    return _look_up(table, tokens), (table, tokens)
+    return _rows(table, tokens), (table, tokens)
 
 
 def _look_up_backward(saved: tuple[Table, Int[Array, "B T"]], grad: Hidden) -> tuple[Table, None]:
