@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,13 @@ import pytest
 import safetensors.numpy
 from coded import raises_coded
 from gguf_models import variant
+from random_adapters import LORA, export_small_adapters, with_random_adapters
 
 from lightning_jax.models.attention.kv_cache import init_cache
 from lightning_jax.models.config import KERNELS, LoraConfig, MeshConfig, ModelConfig
 from lightning_jax.models.formats.huggingface import write_model
-from lightning_jax.models.formats.load import LoadedModel
-from lightning_jax.models.formats.param_names import flatten, unflatten
+from lightning_jax.models.formats.param_names import flatten
 from lightning_jax.models.lora import (
-    ADAPTER_LEAVES,
     adapted,
     adapters_beside,
     frozen_part,
@@ -37,22 +35,9 @@ from lightning_jax.models.transformer import Linear, forward, init_params
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model, with_mixers
 from lightning_jax.train.config import Config
-from lightning_jax.train.state.export import export
 
-LORA = LoraConfig(rank=3, alpha=6.0)
 MODEL = tiny_model(num_layers=1)
 run = jax.jit(forward, static_argnums=1, static_argnames="remat")
-
-
-def with_random_adapters(model: LoadedModel, lora: LoraConfig = LORA, seed: int = 5) -> LoadedModel:
-    """Return the model with adapters whose B is not zero, as after some training."""
-    model = adapted(model, lora, seed)
-    keys = iter(jax.random.split(jax.random.key(seed), 99))
-    change = {
-        path: 0.3 * jax.random.normal(next(keys), leaf.shape) if path[-1] == "lora_b" else leaf
-        for path, leaf in flatten(model.params).items()
-    }
-    return dataclasses.replace(model, params=unflatten(change))
 
 
 def tokens_and_positions():
@@ -202,29 +187,13 @@ def test_adapters_of_a_shared_module_are_exported_as_one(family, targets, patter
         np.testing.assert_allclose(before[name] + scale * b @ a, after[name], atol=1e-5)
 
 
-def _export(folder: Path, base: LoadedModel, lora: LoraConfig, name: str = "") -> LoadedModel:
-    """Write a policy as a run does whose changes are small, and return it with its adapters."""
-    model = with_random_adapters(base, lora)
-    small = {
-        path: leaf * 1e-3 if path[-1] == "lora_b" else leaf
-        for path, leaf in flatten(model.params).items()
-    }
-    rounded = {
-        path: leaf if path[-1] in ADAPTER_LEAVES else leaf.astype(jnp.bfloat16)
-        for path, leaf in small.items()
-    }
-    model = dataclasses.replace(model, params=unflatten(rounded))
-    export(folder, dataclasses.replace(model, name="base"), name, model.params, {})
-    return model
-
-
 @pytest.mark.parametrize(
     ("family", "targets"),
     [("phi3", KERNELS), ("granitemoehybrid", ("k", "up")), ("llama", ("down", "q"))],
 )
 def test_an_exported_policy_in_bfloat16_keeps_its_adapters_apart(family, targets, tmp_path):
     lora = LoraConfig(rank=3, alpha=6.0, targets=targets)
-    model = _export(tmp_path, variant(family), lora)
+    model = export_small_adapters(tmp_path, variant(family), lora)
     settings = ModelConfig(str(tmp_path / "policy"), dtype="bfloat16")
     opened = open_policy(settings)
     read = opened.config.execution.lora
@@ -247,7 +216,7 @@ def test_an_exported_policy_in_bfloat16_keeps_its_adapters_apart(family, targets
 
 
 def test_adapters_lie_beside_the_policy_that_has_them_merged(tmp_path):
-    _export(tmp_path, MODEL, LORA, "writer")
+    export_small_adapters(tmp_path, MODEL, name="writer")
     assert adapters_beside(str(tmp_path / "policy/writer")) == tmp_path / "policy_adapter/writer"
     (tmp_path / "policy_adapter/writer").rename(tmp_path / "policy_adapter/other")
     assert adapters_beside(str(tmp_path / "policy/writer")) is None
@@ -256,7 +225,7 @@ def test_adapters_lie_beside_the_policy_that_has_them_merged(tmp_path):
 
 @pytest.mark.parametrize("kind", ["cut", "no weights", "another model", "no rank"])
 def test_adapters_that_cannot_be_read_are_refused(kind, tmp_path):
-    _export(tmp_path, MODEL, LORA)
+    export_small_adapters(tmp_path, MODEL)
     folder = tmp_path / "policy_adapter"
     weights, fields = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     if kind == "cut":

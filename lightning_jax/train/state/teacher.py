@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from lightning_jax.models.config import ModelConfig
-from lightning_jax.models.formats.load import LoadedModel
+from lightning_jax.models.formats.load import LoadedModel, open_configured
 from lightning_jax.models.lora import open_policy
 from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.policies import Policy
@@ -34,9 +34,9 @@ def load_teacher(
 ) -> Teacher | None:
     """Load the `teacher` or connect to the one that `distill` names. Return None without any.
 
-    A policy that a run exported scores as that run served it. The teacher may have another shape
-    than `model`. Raises ModelError if it has another vocabulary, and TeacherError if a server
-    cannot score tokens.
+    A policy that a run exported scores as that run served it, and the initial model as the trainer
+    reads it. The teacher may have another shape than `model`. Raises ModelError if its vocabulary
+    is another one, and TeacherError if a server cannot score tokens.
     """
     num_ids = model.config.shape.vocab_size
     if distill.teacher_url is not None:
@@ -46,8 +46,9 @@ def load_teacher(
         return Teacher(remote.score, remote.close)
     if teacher is None:
         return None
+    open_model = open_configured if teacher.base is None else open_policy
     named = ModelConfig(teacher.base or model.name, settings.dtype, settings.activation_dtype)
-    loaded = open_policy(named).load()
+    loaded = open_model(named).load()
     check_vocabulary(loaded, model)
     params = put_on_mesh(loaded.params, param_shardings(loaded.config, mesh), donate=True)
     scorer = make_scorer(

@@ -5,27 +5,24 @@ import dataclasses
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 import toy_agent
 from coded import raises_coded
+from random_adapters import export_small_adapters
 from toy_runs import TASKS, toy_config
 
-from lightning_jax.models.config import LoraConfig, MeshConfig, ModelConfig
-from lightning_jax.models.formats.load import load_model, save_hf
-from lightning_jax.models.formats.param_names import flatten, unflatten
-from lightning_jax.models.lora import ADAPTER_LEAVES, adapted
+from lightning_jax.models.config import MeshConfig, ModelConfig
+from lightning_jax.models.formats.load import LoadedModel, load_model, save_hf
 from lightning_jax.models.mesh import make_mesh
 from lightning_jax.models.model_files import ModelError
 from lightning_jax.models.policies import Policy
 from lightning_jax.rl.config import AlgorithmConfig, BatchConfig, DistillConfig
-from lightning_jax.rl.distill import make_scorer
+from lightning_jax.rl.distill import Scores, make_scorer
 from lightning_jax.rl.sequence import TrainingSequence
 from lightning_jax.settings import ConfigError, load_config
 from lightning_jax.testing.tiny import tiny_model
 from lightning_jax.train.config import Config
 from lightning_jax.train.loop.trainer import train
-from lightning_jax.train.state.export import export
 from lightning_jax.train.state.teacher import check_vocabulary, load_teacher
 
 MODEL = tiny_model(num_layers=1)
@@ -50,31 +47,30 @@ def test_a_run_learns_from_its_teacher_where_all_rewards_are_equal(tmp_path: Pat
     assert load_model(str(tmp_path / "run" / "policy")).config == MODEL.config
 
 
-def test_a_policy_that_a_run_exported_teaches_as_that_run_served_it(tmp_path: Path):
-    """Weights in bfloat16 are not those with the adapters merged, which rounding would take."""
-    model = adapted(MODEL, LoraConfig(rank=2, alpha=2.0))
-    weights = {
-        path: 1e-3 * jnp.ones_like(leaf) if path[-1] == "lora_b" else leaf
-        for path, leaf in flatten(model.params).items()
-    }
-    served = unflatten(
-        {
-            path: leaf if path[-1] in ADAPTER_LEAVES else leaf.astype(jnp.bfloat16)
-            for path, leaf in weights.items()
-        }
-    )
-    export(tmp_path, model, "", served, {})
+@pytest.mark.parametrize("is_initial", [False, True])
+def test_an_exported_policy_teaches_as_its_run_served_it(tmp_path: Path, is_initial: bool):
+    """With weights in bfloat16. As the initial model of a run, it has its adapters merged."""
+    served = export_small_adapters(tmp_path, MODEL)
     settings = ModelConfig(str(tmp_path / "policy"), "bfloat16", "float32")
+    initial = load_model(settings.name, settings.dtype)
     batch = BatchConfig(rows=1, row_len=64, max_targets=16, head_chunk=16)
-    mesh, policy = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1]), Policy(base=settings.name)
+    mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
     sequences = [TrainingSequence((5, 6, 7), (8, 9, 10), (-1.0,) * 3, 1.0, 1.0)]
-    teacher = load_teacher(MODEL, policy, DistillConfig(), settings, batch, mesh)
+
+    def logprobs_of(scores: Scores) -> list[tuple[float, ...]]:
+        return [response.logprobs for response in scores if response is not None]
+
+    def scores_of(model: LoadedModel) -> Scores:
+        config = model.config.with_execution(activation_dtype="float32")
+        return make_scorer(config, batch, mesh=mesh, dtype="bfloat16")(model.params, sequences)
+
+    as_read, as_served = (logprobs_of(scores_of(model)) for model in (initial, served))
+
+    policy = Policy() if is_initial else Policy(base=settings.name)
+    teacher = load_teacher(initial, policy, DistillConfig(), settings, batch, mesh)
     assert teacher is not None
-    (scores,) = teacher.score(sequences)
-    config = model.config.with_execution(activation_dtype="float32")
-    (expected,) = make_scorer(config, batch, mesh=mesh, dtype="bfloat16")(served, sequences)
-    assert scores is not None and expected is not None
-    assert scores.logprobs == expected.logprobs
+    assert logprobs_of(teacher.score(sequences)) == (as_read if is_initial else as_served)
+    assert len(as_read) == 1 and as_read != as_served
 
 
 def test_tokens_that_a_teacher_names():
