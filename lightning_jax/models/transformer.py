@@ -30,7 +30,7 @@ from lightning_jax.models.attention.attention import RopeTables
 from lightning_jax.models.attention.kv_cache import KVCache, LayerCache
 from lightning_jax.models.blocks.experts import ROUTER, ROUTES
 from lightning_jax.models.blocks.layer import Layer
-from lightning_jax.models.blocks.matmul import matmul, matmul_turned, product
+from lightning_jax.models.blocks.matmul import keep_in_loop, matmul, matmul_turned, product
 from lightning_jax.models.blocks.parts import Hidden, LayerInputs, Linear, RMSNorm
 from lightning_jax.models.config import RematKind
 from lightning_jax.models.shape import DecoderConfig, DecoderShape, LongRope, Rope
@@ -189,32 +189,17 @@ def _embed(params: Params, config: DecoderConfig, tokens: Int[Array, "B T"]) -> 
 
 @jax.custom_vjp
 def _look_up(table: Table, tokens: Int[Array, "B T"]) -> Hidden:
-    """Return the tokens' rows of the table. Gradients are summed in float32 for any dtype."""
-    return _rows(table, tokens)
+    """Return the tokens' rows of the table. Gradients are summed in float32 for any dtype.
 
-
-def _rows(table: Table, tokens: Int[Array, "B T"]) -> Hidden:
-    """Return the tokens' rows.
-
-    XLA on a CPU reads bfloat16 rows as float32. In a loop it would make float32 of the whole table
-    first, because the table is the same in all iterations. The barrier ties it to the tokens.
+    XLA on a CPU makes float32 of a bfloat16 table to read its rows.
     """
-
-    def on_cpu(table: Table, tokens: Array) -> Hidden:
-        table, tokens = jax.lax.optimization_barrier((table, tokens))
-        return table[tokens]
-
-    if table.dtype != jnp.bfloat16:
-        return table[tokens]
-    return jax.lax.platform_dependent(
-        table, tokens, cpu=on_cpu, default=lambda table, tokens: table[tokens]
-    )
+    return keep_in_loop(table, tokens)[tokens]
 
 
 def _look_up_forward(
     table: Table, tokens: Int[Array, "B T"]
 ) -> tuple[Hidden, tuple[Table, Int[Array, "B T"]]]:
-    return _rows(table, tokens), (table, tokens)
+    return _look_up(table, tokens), (table, tokens)
 
 
 def _look_up_backward(saved: tuple[Table, Int[Array, "B T"]], grad: Hidden) -> tuple[Table, None]:

@@ -44,7 +44,8 @@ def _backward(axis: int, saved: tuple[Array, Array], out_grad: Array) -> tuple[A
     """
     x, kernel = saved
     sides = x.reshape(-1, x.shape[-1]), out_grad.reshape(-1, out_grad.shape[-1])
-    x_grad = _input_gradient(x.dtype, out_grad, kernel, axis)
+    side = keep_in_loop(kernel, out_grad)
+    x_grad = _product_as(x.dtype, out_grad, side, (out_grad.ndim - 1, 1 - axis))
     left, right = sides[::-1] if axis else sides
     return x_grad, _product_as(kernel.dtype, left, right, (0, 0))
 
@@ -52,25 +53,18 @@ def _backward(axis: int, saved: tuple[Array, Array], out_grad: Array) -> tuple[A
 _matmul.defvjp(_forward, _backward)
 
 
-def _input_gradient(dtype: Any, out_grad: Array, kernel: Array, axis: int) -> Array:
-    """Return the product of `out_grad` with the kernel, over the kernel's other axis.
+def keep_in_loop(weights: Array, data: Array) -> Array:
+    """Return the weights, tied to data that changes between the iterations of a loop.
 
-    With a kernel [I, O] on the right, XLA on a CPU makes a transposed copy of it for all iterations
-    of a loop: of all weights before the first microbatch. On the left it is read as it lies. With
-    several devices the sums between them would be of transposed arrays, so it stays on the right.
+    Before a loop, XLA computes what is the same in all of its iterations. On a CPU this includes
+    copies of weights for one operation, such as a transposed kernel, so a loop over microbatches
+    would begin with a copy of all weights.
     """
 
-    def kernel_on_right(out_grad: Array, kernel: Array) -> Array:
-        return _product_as(dtype, out_grad, kernel, (out_grad.ndim - 1, 1 - axis))
+    def tied(weights: Array, data: Array) -> Array:
+        return jax.lax.optimization_barrier((weights, data))[0]
 
-    def kernel_on_left(out_grad: Array, kernel: Array) -> Array:
-        rows = out_grad.reshape(-1, out_grad.shape[-1])
-        product = _product_as(dtype, kernel, rows, (1, 1)).T
-        return product.reshape(*out_grad.shape[:-1], len(kernel))
-
-    if axis == 1 or jax.device_count() > 1:
-        return kernel_on_right(out_grad, kernel)
-    return jax.lax.platform_dependent(out_grad, kernel, cpu=kernel_on_left, default=kernel_on_right)
+    return jax.lax.platform_dependent(weights, data, cpu=tied, default=lambda weights, _: weights)
 
 
 def _product_as(dtype: Any, left: Array, right: Array, axes: tuple[int, int]) -> Array:
