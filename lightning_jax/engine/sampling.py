@@ -130,7 +130,7 @@ def sample(
     def best() -> Int32[Array, " S"]:
         return jnp.argmax(biased, axis=-1).astype(jnp.int32)
 
-    # Without a greedy row any token will do.
+    # If no row is greedy, these tokens are not used.
     likely = best() if work is not None else jax.lax.cond(jnp.any(greedy), best, lambda: drawn)
     tokens = jnp.where(greedy, likely, drawn)
     behavior = _logprobs(logits, tokens)

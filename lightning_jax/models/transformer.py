@@ -191,7 +191,7 @@ def _embed(params: Params, config: DecoderConfig, tokens: Int[Array, "B T"]) -> 
 def _look_up(table: Table, tokens: Int[Array, "B T"]) -> Hidden:
     """Return the tokens' rows of the table. Gradients are summed in float32 for any dtype.
 
-    XLA on a CPU makes float32 of a bfloat16 table to read its rows.
+    To read rows of a bfloat16 table, XLA on a CPU first converts the table to float32.
     """
     return keep_in_loop(table, tokens)[tokens]
 

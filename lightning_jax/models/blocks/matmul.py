@@ -56,8 +56,8 @@ _matmul.defvjp(_forward, _backward)
 def keep_in_loop(weights: Array, data: Array) -> Array:
     """Return the weights, tied to data that changes between the iterations of a loop.
 
-    Before a loop, XLA computes what is the same in all of its iterations. On a CPU this includes
-    copies of weights for one operation, such as a transposed kernel, so a loop over microbatches
+    XLA moves a computation out of a loop if it is the same in all iterations. On a CPU it also
+    copies weights for one operation, for example to transpose a kernel. So a loop over microbatches
     would begin with a copy of all weights.
     """
 

@@ -51,7 +51,7 @@ def adapter_advice(directory: Path) -> str:
         "the run that made it"
     )
     if merged != directory and (merged / "config.json").is_file():
-        instead = f"set model.name to {merged}, which has it merged"
+        instead = f"use {merged}, which has it merged"
     return f"it is a PEFT adapter of {base!r}, not a model; {instead}"
 
 
